@@ -1,0 +1,308 @@
+"""Kimi-Linear: Kimi delta attention, multi-head latent attention without positions, and a mixture of experts.
+
+Source: Kimi Team, "Kimi Linear: An Expressive, Efficient Attention Architecture" (2025).
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from holdover.models.base import Batch
+from holdover.models.loader import Weights, positive, require
+from holdover.ops.attention import causal_mask, latent_attention
+from holdover.ops.delta import kimi_delta_attention
+from holdover.ops.experts import experts_feed_forward, gated_feed_forward, route_sigmoid
+from holdover.state.layout import LAST_HIDDEN, ArraySpec, Layout
+from holdover.state.pool import DevicePool
+
+LATENT_NORM_EPS = 1e-6  # of kv_a_layernorm and q_a_layernorm, whatever rms_norm_eps says
+
+
+class KimiLinear:
+    """A checkpoint of model_type "kimi_linear"."""
+
+    def __init__(self, config: dict[str, Any], weights: Weights, dtype: torch.dtype, device: torch.device) -> None:
+        config = _normalised(config)
+        self.vocab_size: int = config["vocab_size"]
+        self.context_length: int = config["model_max_length"]
+        self.device = device
+        eos = config.get("eos_token_id")
+        self.eos_token_ids = frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
+        self.eps: float = config["rms_norm_eps"]
+        hidden = config["hidden_size"]
+
+        def place(tensor: torch.Tensor, kind: torch.dtype = dtype) -> torch.Tensor:
+            return tensor.to(device=device, dtype=kind).contiguous()
+
+        self.embedding = place(weights.take("model.embed_tokens.weight", (self.vocab_size, hidden)))
+        self.layers = [
+            _Layer(config, i, weights, place, self.eps) for i in range(config["num_hidden_layers"])
+        ]
+        self.norm = place(weights.take("model.norm.weight", (hidden,)))
+        self.head = (
+            self.embedding
+            if config.get("tie_word_embeddings")
+            else place(weights.take("lm_head.weight", (self.vocab_size, hidden)))
+        )
+        weights.check_all_taken()
+        arrays = [layer.attention.arrays(dtype) for layer in self.layers]
+        self.layout = Layout(
+            token_arrays=tuple(spec for token, _ in arrays for spec in token),
+            snapshot_arrays=(
+                *(spec for _, snapshot in arrays for spec in snapshot),
+                ArraySpec(LAST_HIDDEN, (hidden,), dtype),
+            ),
+        )
+        self.fingerprint = self.layout.fingerprint(weights.digest(), config)
+
+    def forward(self, batch: Batch, pool: DevicePool) -> torch.Tensor:
+        x = F.embedding(batch.token_ids, self.embedding)
+        for layer in self.layers:
+            x = x + layer.attention.forward(F.rms_norm(x, x.shape[-1:], layer.input_norm, self.eps), batch, pool)
+            x = x + layer.feed_forward(F.rms_norm(x, x.shape[-1:], layer.post_norm, self.eps))
+        return F.rms_norm(x, x.shape[-1:], self.norm, self.eps)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return F.linear(hidden, self.head).float()
+
+
+def _normalised(config: dict[str, Any]) -> dict[str, Any]:
+    """One form for the two that config.json comes in: Moonshot's own, and the one that Transformers saves."""
+    config = dict(config)
+    linear = config.pop("linear_attn_config", None) or {}
+    layers = config.get("num_hidden_layers", 0)
+    positive({**config, "num_hidden_layers": layers}, "num_hidden_layers", "hidden_size", "vocab_size")
+    for short, name in (
+        ("head_dim", "linear_head_dim"),
+        ("num_heads", "linear_num_heads"),
+        ("short_conv_kernel_size", "linear_conv_kernel_dim"),
+    ):
+        if short in linear:
+            config[name] = linear[short]
+    if not config.get("layer_types"):
+        full = set(linear.get("full_attn_layers", ())) or {i + 1 for i in range(1, layers) if i % 4 == 0}
+        config["layer_types"] = ["full_attention" if i + 1 in full else "linear_attention" for i in range(layers)]
+    if not config.get("mlp_layer_types"):
+        dense = config.get("first_k_dense_replace", 1)
+        config["mlp_layer_types"] = ["dense" if i < dense else "sparse" for i in range(layers)]
+    for ours, theirs, default in (
+        ("model_max_length", "max_position_embeddings", 1 << 20),
+        ("moe_renormalize", "norm_topk_prob", True),
+        ("num_expert_group", "n_group", 1),
+        ("num_experts", "num_local_experts", 256),
+        ("num_experts_per_token", "num_experts_per_tok", 8),
+        ("num_shared_experts", "n_shared_experts", 1),
+    ):
+        config.setdefault(ours, config.get(theirs, default))
+    config.setdefault("topk_group", 1)
+    config.setdefault("rms_norm_eps", 1e-5)
+    config.setdefault("routed_scaling_factor", 1.0)
+    if config.get("num_key_value_heads") is None:
+        config["num_key_value_heads"] = config.get("num_attention_heads")
+    positive(
+        config, "num_attention_heads", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim",
+        "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim", "intermediate_size", "model_max_length",
+    )  # fmt: skip
+    require(
+        config,
+        {
+            "hidden_act": lambda x: x == "silu",
+            "attention_bias": lambda x: not x,
+            "quantization_config": lambda x: not x,
+            "mla_use_nope": lambda x: x is not False,
+            "moe_router_activation_func": lambda x: x == "sigmoid",
+            "moe_layer_freq": lambda x: x == 1,
+            "num_nextn_predict_layers": lambda x: not x,
+            "num_key_value_heads": lambda x: x == config["num_attention_heads"],
+            "linear_conv_kernel_dim": lambda x: x >= 2,
+            "layer_types": lambda x: len(x) == layers and set(x) <= {"full_attention", "linear_attention"},
+            "mlp_layer_types": lambda x: len(x) == layers and set(x) <= {"dense", "sparse"},
+        },
+    )
+    return config
+
+
+class _Layer:
+    def __init__(self, config: dict[str, Any], index: int, weights: Weights, place: Any, eps: float) -> None:
+        prefix, hidden = f"model.layers.{index}", config["hidden_size"]
+        self.input_norm = place(weights.take(f"{prefix}.input_layernorm.weight", (hidden,)))
+        self.post_norm = place(weights.take(f"{prefix}.post_attention_layernorm.weight", (hidden,)))
+        attention = LatentAttention if config["layer_types"][index] == "full_attention" else DeltaAttention
+        self.attention: LatentAttention | DeltaAttention = attention(config, index, weights, place, eps)
+        sparse = config["mlp_layer_types"][index] == "sparse"
+        self.experts = Experts(config, prefix, weights, place) if sparse else None
+        if not sparse:
+            self.gate_up, self.down = _feed_forward(
+                weights, place, (f"{prefix}.mlp", f"{prefix}.block_sparse_moe"), hidden, config["intermediate_size"]
+            )
+
+    def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.experts is not None:
+            return self.experts.forward(x)
+        return gated_feed_forward(x, self.gate_up, self.down)
+
+
+def _feed_forward(
+    weights: Weights, place: Any, prefixes: tuple[str, ...], hidden: int, inner: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    def take(part: str, shape: tuple[int, ...]) -> torch.Tensor:
+        first, *others = (f"{prefix}.{part}.weight" for prefix in prefixes)
+        return weights.take(first, shape, aliases=tuple(others))
+
+    gate_up = torch.cat([take("gate_proj", (inner, hidden)), take("up_proj", (inner, hidden))])
+    return place(gate_up), place(take("down_proj", (hidden, inner)))
+
+
+class Experts:
+    """Routed experts and the shared one."""
+
+    def __init__(self, config: dict[str, Any], prefix: str, weights: Weights, place: Any) -> None:
+        positive(config, "num_experts", "num_experts_per_token", "moe_intermediate_size", "num_shared_experts")
+        hidden, inner, count = config["hidden_size"], config["moe_intermediate_size"], config["num_experts"]
+        prefix = f"{prefix}.block_sparse_moe"
+        self.router = place(weights.take(f"{prefix}.gate.weight", (count, hidden)), torch.float32)
+        self.bias = place(weights.take(f"{prefix}.gate.e_score_correction_bias", (count,)), torch.float32)
+        gate_up, down = [], []
+        for i in range(count):
+            gate = weights.take(f"{prefix}.experts.{i}.w1.weight", (inner, hidden))
+            up = weights.take(f"{prefix}.experts.{i}.w3.weight", (inner, hidden))
+            gate_up.append(torch.cat([gate, up]).t())
+            down.append(weights.take(f"{prefix}.experts.{i}.w2.weight", (hidden, inner)).t())
+        self.gate_up, self.down = place(torch.stack(gate_up)), place(torch.stack(down))
+        self.shared_gate_up, self.shared_down = _feed_forward(
+            weights, place, (f"{prefix}.shared_experts",), hidden, inner * config["num_shared_experts"]
+        )
+        self.top_k: int = config["num_experts_per_token"]
+        self.num_groups: int = config["num_expert_group"]
+        self.top_groups: int = config["topk_group"]
+        self.renormalize = bool(config["moe_renormalize"])
+        self.scaling: float = config["routed_scaling_factor"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        routed, experts = route_sigmoid(
+            F.linear(x.float(), self.router),
+            self.bias,
+            top_k=self.top_k,
+            num_groups=self.num_groups,
+            top_groups=self.top_groups,
+            renormalize=self.renormalize,
+            scaling=self.scaling,
+        )
+        return experts_feed_forward(x, routed, experts, self.gate_up, self.down) + gated_feed_forward(
+            x, self.shared_gate_up, self.shared_down
+        )
+
+
+class LatentAttention:
+    """MLA without rotary positions. Token state: the latent and the key part that all heads share."""
+
+    def __init__(self, config: dict[str, Any], index: int, weights: Weights, place: Any, eps: float) -> None:
+        prefix, hidden = f"model.layers.{index}.self_attn", config["hidden_size"]
+        self.name = f"layers.{index}.latent"
+        self.heads: int = config["num_attention_heads"]
+        self.latent_dim: int = config["kv_lora_rank"]
+        self.nope_dim: int = config["qk_nope_head_dim"]
+        self.shared_dim: int = config["qk_rope_head_dim"]
+        self.value_dim: int = config["v_head_dim"]
+        self.scale = (self.nope_dim + self.shared_dim) ** -0.5
+        width, rank = self.heads * (self.nope_dim + self.shared_dim), config.get("q_lora_rank")
+        if rank is None:
+            self.query = place(weights.take(f"{prefix}.q_proj.weight", (width, hidden)))
+            self.query_down = None
+        else:
+            self.query_down = place(weights.take(f"{prefix}.q_a_proj.weight", (rank, hidden)))
+            self.query_norm = place(weights.take(f"{prefix}.q_a_layernorm.weight", (rank,)))
+            self.query = place(weights.take(f"{prefix}.q_b_proj.weight", (width, rank)))
+        self.latent = place(
+            weights.take(f"{prefix}.kv_a_proj_with_mqa.weight", (self.latent_dim + self.shared_dim, hidden))
+        )
+        self.latent_norm = place(weights.take(f"{prefix}.kv_a_layernorm.weight", (self.latent_dim,)))
+        expand = weights.take(
+            f"{prefix}.kv_b_proj.weight", (self.heads * (self.nope_dim + self.value_dim), self.latent_dim)
+        ).view(self.heads, self.nope_dim + self.value_dim, self.latent_dim)
+        self.key_expand = place(expand[:, : self.nope_dim])  # [heads, nope_dim, latent_dim]
+        self.value_expand = place(expand[:, self.nope_dim :].transpose(1, 2))  # [heads, latent_dim, value_dim]
+        self.output = place(weights.take(f"{prefix}.o_proj.weight", (hidden, self.heads * self.value_dim)))
+
+    def arrays(self, dtype: torch.dtype) -> tuple[list[ArraySpec], list[ArraySpec]]:
+        return [ArraySpec(self.name, (self.latent_dim + self.shared_dim,), dtype)], []
+
+    def forward(self, x: torch.Tensor, batch: Batch, pool: DevicePool) -> torch.Tensor:
+        if self.query_down is not None:
+            low = F.linear(x, self.query_down)
+            q = F.linear(F.rms_norm(low, low.shape[-1:], self.query_norm, LATENT_NORM_EPS), self.query)
+        else:
+            q = F.linear(x, self.query)
+        q = q.view(len(x), self.heads, -1)
+        new = F.linear(x, self.latent)
+        new[:, : self.latent_dim] = F.rms_norm(
+            new[:, : self.latent_dim], (self.latent_dim,), self.latent_norm, LATENT_NORM_EPS
+        )
+        rows = pool.token_views[self.name]
+        rows[batch.slots] = new
+        absorbed = torch.bmm(q[..., : self.nope_dim].transpose(0, 1), self.key_expand).transpose(0, 1)
+        absorbed = torch.cat([absorbed, q[..., self.nope_dim :]], dim=-1)
+        out = torch.empty(len(x), self.heads, self.latent_dim, dtype=x.dtype, device=x.device)
+        for (first, last), sequence in zip(batch.bounds, batch.sequences, strict=True):
+            latents = rows.index_select(0, sequence.table)
+            mask = causal_mask(last - first, len(latents), x.device)
+            out[first:last] = latent_attention(absorbed[first:last], latents, self.latent_dim, self.scale, mask)
+        values = torch.bmm(out.transpose(0, 1), self.value_expand).transpose(0, 1)
+        return F.linear(values.reshape(len(x), -1), self.output)
+
+
+class DeltaAttention:
+    """KDA. Snapshot state: the recurrent matrix of each head, and the convolution's last inputs."""
+
+    def __init__(self, config: dict[str, Any], index: int, weights: Weights, place: Any, eps: float) -> None:
+        prefix, hidden = f"model.layers.{index}.self_attn", config["hidden_size"]
+        self.recurrent_name, self.conv_name = f"layers.{index}.recurrent", f"layers.{index}.conv"
+        self.heads: int = config["linear_num_heads"]
+        self.head_dim: int = config["linear_head_dim"]
+        self.kernel: int = config["linear_conv_kernel_dim"]
+        self.eps = eps
+        width = self.heads * self.head_dim
+        self.width = width
+
+        def take(part: str, shape: tuple[int, ...]) -> torch.Tensor:
+            return weights.take(f"{prefix}.{part}", shape)
+
+        inputs = [take(f"{part}_proj.weight", (width, hidden)) for part in "qkv"]
+        inputs += [take(f"{part}_a_proj.weight", (self.head_dim, hidden)) for part in "fg"]
+        inputs.append(take("b_proj.weight", (self.heads, hidden)))
+        self.inputs = place(torch.cat(inputs))
+        self.decay_up = place(take("f_b_proj.weight", (width, self.head_dim)))
+        self.gate_up = place(take("g_b_proj.weight", (width, self.head_dim)))
+        convolutions = [take(f"{part}_conv1d.weight", (width, 1, self.kernel)) for part in "qkv"]
+        self.conv_weight = place(torch.cat(convolutions).squeeze(1).t(), torch.float32)
+        self.decay_bias = place(take("dt_bias", (width,)), torch.float32)
+        rate = take("A_log", (1, 1, self.heads, 1)).float().exp().view(self.heads, 1)
+        self.decay_rate = place(-rate.expand(self.heads, self.head_dim).reshape(-1), torch.float32)
+        self.norm = place(take("o_norm.weight", (self.head_dim,)), torch.float32)
+        self.output = place(take("o_proj.weight", (hidden, width)))
+
+    def arrays(self, dtype: torch.dtype) -> tuple[list[ArraySpec], list[ArraySpec]]:
+        return [], [
+            ArraySpec(self.recurrent_name, (self.heads, self.head_dim, self.head_dim), torch.float32),
+            ArraySpec(self.conv_name, (self.kernel - 1, 3 * self.width), dtype),
+        ]
+
+    def forward(self, x: torch.Tensor, batch: Batch, pool: DevicePool) -> torch.Tensor:
+        parts = F.linear(x, self.inputs)
+        mixed, decay_low, gate_low, beta = parts.split([3 * self.width, self.head_dim, self.head_dim, self.heads], 1)
+        raw = F.linear(decay_low, self.decay_up).float().add_(self.decay_bias)
+        decay = F.softplus(raw).mul_(self.decay_rate).exp_()
+        out = kimi_delta_attention(
+            mixed,
+            decay.view(len(x), self.heads, self.head_dim),
+            beta.float().sigmoid_(),
+            F.linear(gate_low, self.gate_up),
+            self.conv_weight,
+            self.norm,
+            self.eps,
+            pool.live_views[self.recurrent_name],
+            pool.live_views[self.conv_name],
+            batch.delta_sequences(pool),
+        )
+        return F.linear(out, self.output)

@@ -1,0 +1,1 @@
+"""Kernels, each a function of tensors: attention, delta rules, convolution, mixture of experts, norms, rotary positions."""

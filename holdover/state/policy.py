@@ -1,0 +1,64 @@
+"""Where snapshots are kept: pure functions of positions."""
+
+from collections.abc import Iterable, Sequence
+
+NEWEST_SNAPSHOTS_KEPT = 2
+
+
+def prefill_stops(
+    *, start: int, prompt_end: int, known: int, boundaries: Iterable[int], spacing: int, recurrent: bool
+) -> list[int]:
+    """Positions in `(start, prompt_end]` at which a prefill stops to keep a snapshot, ascending.
+
+    `known` is how far the tree knows the prompt's tokens; where that is past `start`, it is a branch point. Models
+    without recurrent state resume anywhere, so for them only the prompt's end is kept (its last hidden vector).
+    """
+    if start >= prompt_end:
+        return []
+    stops = {prompt_end}
+    if recurrent:
+        stops.update(range(start + spacing, prompt_end, spacing))
+        stops.update(position for position in (known, *boundaries) if start < position < prompt_end)
+    return sorted(stops)
+
+
+def snapshots_to_drop(positions: Sequence[int]) -> set[int]:
+    """Thin a chain's snapshots: which of `positions` (ascending) to drop.
+
+    The newest two stay; of the older ones, one in each span of twice the length of the last, counted back from the
+    newest: a change far back costs at most as much recompute again as it lies back.
+    """
+    drop: set[int] = set()
+    if len(positions) <= NEWEST_SNAPSHOTS_KEPT:
+        return drop
+    newest = positions[-1]
+    spans: set[int] = set()
+    for position in positions[:-NEWEST_SNAPSHOTS_KEPT]:  # oldest of a span stays: it will stay so as the chain grows
+        span = (newest - position).bit_length()
+        if span in spans:
+            drop.add(position)
+        spans.add(span)
+    return drop
+
+
+class ResponseReturns:
+    """Learns whether generated tokens come back in the next turn, so that their state is kept only where they do.
+
+    Chat templates that strip reasoning, and clients that edit answers, make generated state useless.
+    """
+
+    MIN_OBSERVED = 8
+    KEEP_FROM = 0.1
+
+    def __init__(self) -> None:
+        self._returned = 0.0
+        self._observed = 0.0
+
+    def observe(self, returned: bool) -> None:
+        """A turn has followed a kept response; `returned` if it went on along the generated tokens."""
+        self._returned = 0.95 * self._returned + returned
+        self._observed = 0.95 * self._observed + 1.0
+
+    @property
+    def worth_keeping(self) -> bool:
+        return self._observed < self.MIN_OBSERVED or self._returned / self._observed >= self.KEEP_FROM

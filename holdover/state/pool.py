@@ -1,0 +1,108 @@
+"""The device pool: all state kept on the device, under one byte budget.
+
+The budget is cut into equal slots of `bytes_per_token` bytes. A token's state takes one slot; a snapshot takes as many
+slots as its bytes need, anywhere. So there is one budget for all kinds of state, no fixed split, and no fragmentation.
+Beside the slots lie the live states: one row per running sequence, updated in place by the model at every step.
+"""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from holdover.errors import HoldoverError
+from holdover.state.layout import Layout
+
+Slots = NDArray[np.int64]
+
+MIN_SLOT_BYTES = 1024  # of models with no token state: a slot still needs a size
+
+
+class DevicePool:
+    """Slots and live states of one engine.
+
+    arena: uint8 [num_slots, slot_bytes]. live: uint8 [max_running, live_bytes], a snapshot row per running sequence.
+    Raises HoldoverError if the budget cannot hold even the live states and one slot.
+    """
+
+    def __init__(self, layout: Layout, budget_bytes: int, max_running: int, device: torch.device) -> None:
+        self.layout = layout
+        self.budget_bytes = budget_bytes
+        self.slot_bytes = layout.bytes_per_token or MIN_SLOT_BYTES
+        self.slots_per_snapshot = -(-layout.bytes_per_snapshot // self.slot_bytes)
+        self.live_bytes = self.slots_per_snapshot * self.slot_bytes
+        self.num_slots = (budget_bytes - max_running * self.live_bytes) // self.slot_bytes
+        if self.num_slots < self.slots_per_snapshot + 1:
+            raise HoldoverError(
+                f"device memory of {budget_bytes:,} bytes is too small: {max_running} running sequences take "
+                f"{max_running * self.live_bytes:,} bytes and each kept token {self.slot_bytes:,}. "
+                "Give more with --device-memory, or run fewer at once with --max-running."
+            )
+        self.arena = torch.zeros(self.num_slots, self.slot_bytes, dtype=torch.uint8, device=device)
+        self.live = torch.zeros(max_running, self.live_bytes, dtype=torch.uint8, device=device)
+        self.token_views = {part.spec.name: part.view(self.arena) for part in layout.token_fields}
+        self.live_views = {part.spec.name: part.view(self.live) for part in layout.snapshot_fields}
+        self._free: Slots = np.arange(self.num_slots, dtype=np.int64)[::-1].copy()
+        self._num_free = self.num_slots
+        self.peak_used = 0
+
+    @property
+    def num_free(self) -> int:
+        return self._num_free
+
+    @property
+    def num_used(self) -> int:
+        return self.num_slots - self._num_free
+
+    @property
+    def max_running(self) -> int:
+        return int(self.live.shape[0])
+
+    def allocate(self, count: int) -> Slots | None:
+        """Take `count` slots; None if fewer are free (then nothing is taken)."""
+        if count > self._num_free:
+            return None
+        first = self._num_free - count
+        slots = self._free[first : self._num_free][::-1].copy()
+        self._num_free = first
+        self.peak_used = max(self.peak_used, self.num_used)
+        return slots
+
+    def free(self, slots: Slots) -> None:
+        """Give slots back. Nobody may read or write them afterwards."""
+        end = self._num_free + len(slots)
+        if end > self.num_slots:
+            raise AssertionError("slots were given back twice")
+        self._free[self._num_free : end] = slots[::-1]
+        self._num_free = end
+
+    def free_slots(self) -> Slots:
+        """The free slots (a copy), for integrity checks."""
+        return self._free[: self._num_free].copy()
+
+    def read_rows(self, slots: Slots) -> torch.Tensor:
+        """Copy out token rows: uint8 [len(slots), slot_bytes]."""
+        return self.arena.index_select(0, torch.from_numpy(slots).to(self.arena.device))
+
+    def write_rows(self, slots: Slots, rows: torch.Tensor) -> None:
+        """Copy in token rows: uint8 [len(slots), slot_bytes]."""
+        self.arena.index_copy_(0, torch.from_numpy(slots).to(self.arena.device), rows.to(self.arena.device))
+
+    def read_snapshot(self, slots: Slots) -> torch.Tensor:
+        """Copy out a kept snapshot: uint8 [bytes_per_snapshot]."""
+        return self.read_rows(slots).flatten()[: self.layout.bytes_per_snapshot]
+
+    def keep_snapshot(self, live_row: int, slots: Slots) -> None:
+        """Copy a live state into slots: the snapshot of the position that the live state is at."""
+        self.write_rows(slots, self.live[live_row].view(self.slots_per_snapshot, self.slot_bytes))
+
+    def resume_snapshot(self, slots: Slots, live_row: int) -> None:
+        """Copy a kept snapshot into a live state."""
+        self.live[live_row] = self.read_rows(slots).flatten()
+
+    def fill_live(self, live_row: int, snapshot: torch.Tensor) -> None:
+        """Copy a loaded snapshot, uint8 [bytes_per_snapshot], into a live state."""
+        self.live[live_row, : self.layout.bytes_per_snapshot] = snapshot.to(self.live.device)
+
+    def clear_live(self, live_row: int) -> None:
+        """Make a live state that of position 0."""
+        self.live[live_row].zero_()

@@ -1,0 +1,222 @@
+"""Segments: saved state as one safetensors file each, complete and unaltered or refused.
+
+A *rows* segment holds the token state of tokens `[start, end)` of one prefix, and these token ids. A *snapshot* segment
+holds the snapshot state at `end`. They are kept apart because they live unlike lives: see docs/design/segments.md.
+The format is in docs/format.md. Encoding makes one buffer and one copy; decoding makes none.
+"""
+
+import json
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+
+import numpy as np
+import torch
+from blake3 import blake3
+
+from holdover.state.address import Tokens
+from holdover.state.layout import Layout
+
+FORMAT = "holdover-segment/1"
+NO_CHECKSUM = "0" * 64
+MAX_HEADER_BYTES = 1 << 20
+SAFETENSORS_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
+    torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.int8: "I8",
+}  # fmt: skip
+
+
+class Kind(Enum):
+    """What a segment holds."""
+
+    ROWS = "rows"
+    SNAPSHOT = "snapshot"
+
+
+class DamagedSegment(Exception):
+    """Bytes that are no segment of this model, or not a whole one. The message says what is wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentHeader:
+    """Everything about a segment but its arrays.
+
+    space: address of position 0, which names the model and the tenant. parent: address of the rows segment that holds
+    token `start - 1` (for a snapshot: token `end - 1`), or `space` if there is none. A snapshot has start == end.
+    """
+
+    kind: Kind
+    fingerprint: str
+    space: bytes
+    address: bytes
+    parent: bytes
+    start: int
+    end: int
+
+    @property
+    def name(self) -> str:
+        return segment_name(self.kind, self.address)
+
+
+def segment_name(kind: Kind, address: bytes) -> str:
+    """The name under which every tier keeps a segment."""
+    return f"{address.hex()}.{kind.value}"
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A decoded segment; its arrays are views of the buffer it was decoded from.
+
+    tokens: uint32 [end - start], rows: uint8 [end - start, bytes_per_token] (rows segments); snapshot: uint8
+    [bytes_per_snapshot] (snapshot segments).
+    """
+
+    header: SegmentHeader
+    tokens: Tokens
+    rows: torch.Tensor | None
+    snapshot: torch.Tensor | None
+
+
+@lru_cache(maxsize=64)
+def _row_array(layout: Layout) -> tuple[str, int]:
+    """Type and length of a token row as other programs see it: the arrays' own type if they have one type only."""
+    types = {spec.dtype for spec in layout.token_arrays}
+    if len(types) == 1 and layout.bytes_per_token % (dtype := types.pop()).itemsize == 0:
+        return SAFETENSORS_NAMES[dtype], layout.bytes_per_token // dtype.itemsize
+    return "U8", layout.bytes_per_token
+
+
+def _arrays(layout: Layout, kind: Kind, num_tokens: int) -> dict[str, object]:
+    """The safetensors entries that a segment of this layout must have, in the order of their bytes."""
+    if kind is Kind.SNAPSHOT:
+        return {
+            part.spec.name: {
+                "dtype": SAFETENSORS_NAMES[part.spec.dtype],
+                "shape": list(part.spec.shape),
+                "data_offsets": [part.start, part.start + part.spec.nbytes],
+            }
+            for part in layout.snapshot_fields
+        }
+    dtype, length = _row_array(layout)
+    rows_start = num_tokens * 4
+    return {
+        "tokens": {"dtype": "U32", "shape": [num_tokens], "data_offsets": [0, rows_start]},
+        "rows": {
+            "dtype": dtype,
+            "shape": [num_tokens, length],
+            "data_offsets": [rows_start, rows_start + num_tokens * layout.bytes_per_token],
+        },
+    }
+
+
+def data_bytes(layout: Layout, kind: Kind, num_tokens: int) -> int:
+    """Bytes of a segment's arrays, without its header."""
+    if kind is Kind.SNAPSHOT:
+        return layout.bytes_per_snapshot
+    return num_tokens * (4 + layout.bytes_per_token)
+
+
+def _header_bytes(header: SegmentHeader, layout: Layout, checksum: str) -> bytes:
+    metadata = {
+        "format": FORMAT,
+        "kind": header.kind.value,
+        "fingerprint": header.fingerprint,
+        "space": header.space.hex(),
+        "address": header.address.hex(),
+        "parent": header.parent.hex(),
+        "start": str(header.start),
+        "end": str(header.end),
+        "checksum": checksum,
+    }
+    entries = {"__metadata__": metadata, **_arrays(layout, header.kind, header.end - header.start)}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def encode(
+    header: SegmentHeader,
+    layout: Layout,
+    fill: Callable[[torch.Tensor], None],
+    tokens: Tokens | None = None,
+) -> torch.Tensor:
+    """Make a segment: uint8 [bytes]. `fill` writes the state into the uint8 view of its place that it is given.
+
+    `tokens` are the ids of `[start, end)` for a rows segment.
+    """
+    blank = _header_bytes(header, layout, NO_CHECKSUM)
+    num_tokens = header.end - header.start
+    buffer = torch.empty(len(blank) + data_bytes(layout, header.kind, num_tokens), dtype=torch.uint8)
+    whole = buffer.numpy()
+    data_start = len(blank)
+    if header.kind is Kind.ROWS:
+        if tokens is None or len(tokens) != num_tokens:
+            raise ValueError("a rows segment needs the ids of exactly its tokens")
+        whole[data_start : data_start + 4 * num_tokens] = np.frombuffer(tokens.tobytes(), dtype=np.uint8)
+        fill(buffer[data_start + 4 * num_tokens :].view(num_tokens, layout.bytes_per_token))
+    else:
+        fill(buffer[data_start:])
+    whole[:data_start] = np.frombuffer(blank, dtype=np.uint8)
+    checksum = blake3(memoryview(whole)).hexdigest()
+    whole[:data_start] = np.frombuffer(_header_bytes(header, layout, checksum), dtype=np.uint8)
+    return buffer
+
+
+def parse_header(start_of_file: memoryview | bytes) -> tuple[SegmentHeader, dict[str, object], int, str]:
+    """Read a header: (header, safetensors entries, position of the data, checksum). Raises DamagedSegment."""
+    if len(start_of_file) < 8:
+        raise DamagedSegment("shorter than a header")
+    (length,) = struct.unpack("<Q", bytes(start_of_file[:8]))
+    if length > MAX_HEADER_BYTES or 8 + length > len(start_of_file):
+        raise DamagedSegment("the header is cut off or absurdly long")
+    try:
+        entries = json.loads(bytes(start_of_file[8 : 8 + length]))
+        metadata = entries.pop("__metadata__")
+        if metadata["format"] != FORMAT:
+            raise DamagedSegment(f"format {metadata['format']!r}; this version reads {FORMAT}")
+        header = SegmentHeader(
+            kind=Kind(metadata["kind"]),
+            fingerprint=str(metadata["fingerprint"]),
+            space=bytes.fromhex(metadata["space"]),
+            address=bytes.fromhex(metadata["address"]),
+            parent=bytes.fromhex(metadata["parent"]),
+            start=int(metadata["start"]),
+            end=int(metadata["end"]),
+        )
+        checksum = str(metadata["checksum"])
+    except DamagedSegment:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedSegment(f"the header cannot be read ({type(error).__name__})") from error
+    if not 0 <= header.start <= header.end or len(header.address) != 32:
+        raise DamagedSegment("the header's positions or address make no sense")
+    return header, entries, 8 + length, checksum
+
+
+def decode(buffer: torch.Tensor, layout: Layout, fingerprint: str, name: str) -> Segment:
+    """Check and view a segment that a tier keeps as `name`. Raises DamagedSegment if anything at all is wrong."""
+    whole = memoryview(buffer.numpy())
+    header, entries, data_start, checksum = parse_header(whole)
+    if header.fingerprint != fingerprint:
+        raise DamagedSegment(
+            f"it was saved by another model or layout ({header.fingerprint[:12]}…, this is {fingerprint[:12]}…)"
+        )
+    if header.name != name:
+        raise DamagedSegment(f"it is {header.name}, kept under the name of another")
+    num_tokens = header.end - header.start
+    if entries != _arrays(layout, header.kind, num_tokens):
+        raise DamagedSegment("its arrays are not those of this layout")
+    if len(whole) != data_start + data_bytes(layout, header.kind, num_tokens):
+        raise DamagedSegment("it is not as long as its arrays")
+    blank = bytes(whole[:data_start]).replace(checksum.encode(), NO_CHECKSUM.encode(), 1)
+    digest = blake3(blank)
+    digest.update(whole[data_start:])
+    if digest.hexdigest() != checksum:
+        raise DamagedSegment("its checksum does not hold")
+    if header.kind is Kind.SNAPSHOT:
+        return Segment(header, np.empty(0, dtype="<u4"), None, buffer[data_start:])
+    tokens = np.frombuffer(whole[data_start : data_start + 4 * num_tokens], dtype="<u4")
+    rows = buffer[data_start + 4 * num_tokens :].view(num_tokens, layout.bytes_per_token)
+    return Segment(header, tokens, rows, None)
