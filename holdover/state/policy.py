@@ -49,16 +49,21 @@ class ResponseReturns:
 
     MIN_OBSERVED = 8
     KEEP_FROM = 0.1
+    TRY_EVERY = 32  # responses: so that a change of clients is noticed
 
     def __init__(self) -> None:
         self._returned = 0.0
         self._observed = 0.0
+        self._not_kept = 0
 
     def observe(self, returned: bool) -> None:
         """A turn has followed a kept response; `returned` if it went on along the generated tokens."""
         self._returned = 0.95 * self._returned + returned
         self._observed = 0.95 * self._observed + 1.0
 
-    @property
-    def worth_keeping(self) -> bool:
-        return self._observed < self.MIN_OBSERVED or self._returned / self._observed >= self.KEEP_FROM
+    def keep_next(self) -> bool:
+        """Whether to keep the state of the response that has just ended."""
+        if self._observed < self.MIN_OBSERVED or self._returned / self._observed >= self.KEEP_FROM:
+            return True
+        self._not_kept = (self._not_kept + 1) % self.TRY_EVERY
+        return self._not_kept == 0

@@ -136,6 +136,11 @@ def _header_bytes(header: SegmentHeader, layout: Layout, checksum: str) -> bytes
     return struct.pack("<Q", len(text)) + text
 
 
+def segment_bytes(header: SegmentHeader, layout: Layout) -> int:
+    """Bytes that `encode` will make."""
+    return len(_header_bytes(header, layout, NO_CHECKSUM)) + data_bytes(layout, header.kind, header.end - header.start)
+
+
 def encode(
     header: SegmentHeader,
     layout: Layout,

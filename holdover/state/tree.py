@@ -262,13 +262,26 @@ class PrefixTree:
             node.parent.device_children += 1
         self._touch(node)
 
-    def fill_loaded(self, node: Node, slots: Slots) -> None:
-        """Rows of `node` have been loaded into `slots`."""
-        node.loading = None
-        if node.slots is not None:
-            self.pool.free(slots)
-        else:
-            self._hold_rows(node, slots)
+    def fill_loaded(self, node: Node, first: int, slots: Slots) -> None:
+        """Rows `[first, node.end)` have been loaded into `slots`; the node may have been split meanwhile."""
+        each = node
+        while each.end > first:
+            part = slots[each.start - first : each.end - first]
+            each.loading = None
+            if each.slots is None:
+                self._hold_rows(each, part)
+            else:
+                self.pool.free(part)
+            assert each.parent is not None
+            each = each.parent
+
+    def end_loading(self, node: Node, first: int) -> None:
+        """The load of rows `[first, node.end)` has failed."""
+        each = node
+        while each.end > first:
+            each.loading = None
+            assert each.parent is not None
+            each = each.parent
 
     def keep_snapshot(self, node: Node, slots: Slots, boundary: bool = False) -> None:
         """Take over `slots`, which hold the snapshot at the node's end."""

@@ -1,0 +1,413 @@
+"""The engine: one step after another of admit, plan, run, sample, publish, save. No clock, no sockets."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from holdover.engine.counters import Counters, TierCounters
+from holdover.engine.holdings import Holdings
+from holdover.engine.messages import Failed, Generate, Output, Statistics, Usage
+from holdover.engine.runner import Runner
+from holdover.engine.sampler import SamplerState, sample
+from holdover.engine.scheduler import Scheduler, Work
+from holdover.engine.sequence import Sequence, Status
+from holdover.engine.text import NoText, StopStrings, TextDecoder
+from holdover.models.base import Model
+from holdover.state.address import AddressChain, address_key, as_tokens
+from holdover.state.policy import ResponseReturns
+from holdover.state.pool import DevicePool
+from holdover.state.segment import Kind
+from holdover.state.tree import Match, PrefixTree, path_to
+from holdover.store.audit import TierAudit
+from holdover.store.planning import SaveContext, SavePlanner, plan_delta
+from holdover.store.queues import Done, LoadDone, SaveDone, Store
+
+log = logging.getLogger(__name__)
+Event = Output | Failed
+
+
+class Engine:
+    """One model, one device pool, one prefix tree, one store.
+
+    `new_decoder` makes a TextDecoder for each sequence. `plan_saves` decides what a turn saves. With `audit`, copies
+    of each prefix position in each tier are counted.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        pool: DevicePool,
+        tree: PrefixTree,
+        store: Store,
+        *,
+        max_batch_tokens: int,
+        snapshot_spacing: int,
+        new_decoder: Callable[[], TextDecoder] = NoText,
+        plan_saves: SavePlanner = plan_delta,
+        audit: bool = False,
+    ) -> None:
+        self.model = model
+        self.pool = pool
+        self.tree = tree
+        self.store = store
+        self.holdings = Holdings(tree, pool)
+        self.scheduler = Scheduler(self.holdings, max_batch_tokens, snapshot_spacing)
+        self.runner = Runner(model, pool)
+        self.returns = ResponseReturns()
+        self.counters = Counters(tiers={tier.name: TierCounters() for tier in store.tiers})
+        self.audits = {tier.name: TierAudit() for tier in store.tiers} if audit else {}
+        self._new_decoder = new_decoder
+        self._plan_saves = plan_saves
+        self._sequences: dict[int, list[Sequence]] = {}
+        self._events: list[Event] = []
+        self._saves_under_way = 0
+
+    # Requests
+
+    def submit(self, request: Generate) -> None:
+        """Take in a request. Its outputs, or a Failed, come from later steps."""
+        prompt = as_tokens(np.frombuffer(request.prompt, dtype="<u4"))
+        sampling = request.sampling
+        most = len(prompt) + sampling.max_tokens + self.pool.slots_per_snapshot
+        self.counters.requests += 1
+        if most > self.pool.num_slots:
+            self._fail(
+                request.id,
+                f"this request may need {most:,} slots and device memory holds {self.pool.num_slots:,}; "
+                "ask for fewer tokens, or start the server with more --device-memory",
+            )
+            return
+        key = address_key(self.model.fingerprint, request.salt)
+        seed = sampling.seed if sampling.seed is not None else request.id
+        sequences = []
+        for index in range(request.n):
+            tokens = np.empty(len(prompt) + sampling.max_tokens, dtype="<u4")
+            tokens[: len(prompt)] = prompt
+            chain = AddressChain(key, tokens)
+            sequences.append(
+                Sequence(
+                    request=request,
+                    index=index,
+                    arrival=self.counters.requests,
+                    space=chain.address(0),
+                    chain=chain,
+                    tokens=tokens,
+                    prompt_end=len(prompt),
+                    length=len(prompt),
+                    sampler=SamplerState(
+                        sampling,
+                        seed,
+                        index,
+                        prompt=set(prompt.tolist()) if sampling.repetition_penalty != 1.0 else set(),
+                    ),
+                    decoder=self._new_decoder(),
+                    stop_strings=StopStrings(sampling.stop),
+                    end_tokens=frozenset(
+                        (*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.model.eos_token_ids))
+                    ),
+                    usage=Usage(prompt_tokens=len(prompt)),
+                )
+            )
+        self._sequences[request.id] = sequences
+        self.scheduler.waiting.extend(sequences)
+        self.counters.prompt_tokens += len(prompt)
+
+    def cancel(self, request_id: int) -> None:
+        """The client has gone: free what the request holds. What it has published stays."""
+        if request_id in self._sequences:
+            self.counters.requests_cancelled += 1
+        for sequence in self._sequences.pop(request_id, []):
+            sequence.cancelled = True
+            if sequence.status is not Status.LOADING:  # a load must end before its slots can be given to others
+                self._end(sequence)
+
+    def _fail(self, request_id: int, message: str, status: int = 400) -> None:
+        self.counters.requests_failed += 1
+        for sequence in self._sequences.pop(request_id, []):
+            sequence.cancelled = True
+            if sequence.status is not Status.LOADING:
+                self._end(sequence)
+        self._events.append(Failed(request_id, message, status, "does_not_fit"))
+
+    def _end(self, sequence: Sequence) -> None:
+        self.scheduler.remove(sequence)
+        self.holdings.let_go(sequence)
+        sequence.status = Status.FINISHED
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do something now."""
+        return bool(self.scheduler.running or self.scheduler.waiting or self._events)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing runs, waits, loads or saves."""
+        return not (self.has_work or self.scheduler.loading or self._saves_under_way)
+
+    # Steps
+
+    def step(self, done: list[Done]) -> tuple[list[Event], bool]:
+        """One pass over everything. `done`: saves and loads that ended since the last step.
+
+        Returns what to tell clients, and whether the model ran (if not, only new events can change anything).
+        """
+        for each in done:
+            if isinstance(each, SaveDone):
+                self._save_done(each)
+            else:
+                self._load_done(each)
+        self._admit()
+        works = self.scheduler.plan(self._preempt)
+        if works:
+            self._run(works)
+        events, self._events = self._events, []
+        return events, bool(works)
+
+    def _admit(self) -> None:
+        if not self.scheduler.waiting:
+            return
+        admission = self.scheduler.admit()
+        for sequence in admission.impossible:
+            self._fail(sequence.request.id, "device memory is too small for this request; start with more of it")
+        for sequence, match in admission.admitted:
+            self._learn_from(sequence, match)
+            assert sequence.node is not None
+            if self.store.tiers:
+                path = path_to(sequence.node)[::-1]
+                names = [saved.name for each in path for saved in (each.snapshot, each.rows) if saved is not None]
+                self.store.touch(names)
+        for job in admission.loads:
+            self.store.load(job)
+
+    def _learn_from(self, sequence: Sequence, match: Match) -> None:
+        """Where a request resumes shows what was reused, and whether earlier responses come back."""
+        if not sequence.started:
+            sequence.started = True
+            sequence.usage.cached_tokens = min(sequence.position, sequence.prompt_end)
+            loaded = 0
+            if sequence.status is Status.LOADING and sequence.node is not None:
+                loaded = sum(len(each.tokens) for each in path_to(sequence.node) if each.loading is not None)
+            on_device = sequence.usage.cached_tokens - loaded
+            if on_device:
+                sequence.usage.reused["device"] = on_device
+            self.counters.prompt_tokens_reused_device += on_device
+        if sequence.returns_checked:
+            return
+        sequence.returns_checked = True
+        node = self.tree.root(sequence.space)
+        while node.end < match.known:
+            child = node.children[int(sequence.tokens[node.end])]
+            if child.generated:
+                self.returns.observe(True)
+                return
+            if child.end > match.known:
+                break
+            node = child
+        if node.end == match.known < sequence.prompt_end and any(each.generated for each in node.children.values()):
+            self.returns.observe(False)
+
+    def _run(self, works: list[Work]) -> None:
+        logits = self.runner.run(works)
+        self.counters.steps += 1
+        ready: list[int] = []
+        for i, work in enumerate(works):
+            sequence = work.sequence
+            computed = max(0, min(sequence.position + work.num_tokens, sequence.prompt_end) - sequence.position)
+            sequence.position += work.num_tokens
+            sequence.usage.computed += computed
+            self.counters.prompt_tokens_computed += computed
+            self._reached(sequence, work)
+            if sequence.position == sequence.length:
+                ready.append(i)
+        if ready:
+            self._choose(logits[ready] if len(ready) < len(works) else logits, [works[i].sequence for i in ready])
+
+    def _reached(self, sequence: Sequence, work: Work) -> None:
+        """A sequence has come to a new position: publish and keep what the policy says."""
+        position = sequence.position
+        if sequence.stops and sequence.stops[0] == position:
+            sequence.stops.pop(0)
+            self.holdings.publish(sequence, generated=False)
+            boundary = position in sequence.request.boundaries
+            if position == sequence.prompt_end or self.tree.layout.recurrent:
+                self._keep_snapshot(sequence, boundary)
+            if position == sequence.prompt_end:
+                self._save(sequence)
+        elif not self.tree.layout.recurrent and work.num_tokens and position <= sequence.prompt_end:
+            self.holdings.publish(sequence, generated=False)
+
+    def _keep_snapshot(self, sequence: Sequence, boundary: bool = False) -> None:
+        if self.holdings.keep_snapshot(sequence, boundary):
+            self.counters.snapshots_kept += 1
+            assert sequence.node is not None
+            for saved in self.tree.thin(sequence.node):
+                self.store.delete(saved)
+        else:
+            self.counters.snapshots_skipped += 1
+
+    def _choose(self, logits: Any, sequences: list[Sequence]) -> None:
+        tokens, reports = sample(
+            logits,
+            [each.sampler for each in sequences],
+            [each.length for each in sequences],
+            [each.end_tokens for each in sequences],
+        )
+        for sequence, token, report in zip(sequences, tokens, reports, strict=True):
+            sampling = sequence.request.sampling
+            sequence.append(token)
+            sequence.sampler.count(token)
+            sequence.usage.completion_tokens += 1
+            self.counters.generated_tokens += 1
+            ended = token in sequence.end_tokens and sequence.sampler.generated >= sampling.min_tokens
+            text = "" if ended else sequence.stop_strings.add(sequence.decoder.add(token))
+            reason: str | None = None
+            if ended or sequence.stop_strings.found:
+                reason = "stop"
+            elif sequence.sampler.generated >= sampling.max_tokens:
+                reason = "length"
+            if reason is not None and not sequence.stop_strings.found:
+                text += sequence.stop_strings.flush()
+            output = Output(
+                sequence.request.id,
+                sequence.index,
+                [token],
+                text,
+                [report] if report is not None else [],
+                reason,
+                sequence.usage if reason is not None else None,
+            )
+            self._events.append(output)
+            if reason is not None:
+                self._finish(sequence)
+
+    def _finish(self, sequence: Sequence) -> None:
+        """The last token is chosen (and not fed): keep what the next turn may need."""
+        if sequence.position > sequence.prompt_end and self.returns.keep_next():
+            self.holdings.publish(sequence, generated=True)
+            self._keep_snapshot(sequence)
+            self._save(sequence)
+        self._end(sequence)
+        siblings = self._sequences[sequence.request.id]
+        if all(each.status is Status.FINISHED for each in siblings):
+            del self._sequences[sequence.request.id]
+            self.counters.requests_finished += 1
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Give a running sequence's place to others: what it computed is published and saved, and it waits again."""
+        self.holdings.publish(sequence, generated=sequence.position > sequence.prompt_end)
+        self._keep_snapshot(sequence)
+        self._save(sequence)
+        self.holdings.let_go(sequence)
+        sequence.status = Status.WAITING
+        self.scheduler.waiting.appendleft(sequence)
+
+    # Saving and loading
+
+    def _save(self, sequence: Sequence) -> None:
+        if not self.store.tiers or sequence.node is None:
+            return
+        context = SaveContext(
+            self.model.fingerprint, sequence.space, sequence.chain, sequence.tokens, sequence.request.session
+        )
+        for job in self._plan_saves(self.tree, sequence.node, context):
+            self.tree.lease(job.node)
+            job.node.snapshot_leases += job.header.kind is Kind.SNAPSHOT
+            self._saves_under_way += 1
+            self.store.save(job)
+
+    def _save_done(self, done: SaveDone) -> None:
+        job = done.job
+        self._saves_under_way -= 1
+        job.saved.pending -= 1
+        job.node.snapshot_leases -= job.header.kind is Kind.SNAPSHOT
+        self.tree.release(job.node)
+        for tier, nbytes in done.kept.items():
+            self.tree.kept(job.saved.name, tier)
+            if not nbytes:
+                continue
+            counters = self.counters.tiers[tier]
+            counters.segments_saved += 1
+            counters.bytes_saved += nbytes
+            new_bytes = done.state_bytes
+            if tier in self.audits:
+                is_rows = job.header.kind is Kind.ROWS
+                each = self.tree.layout.bytes_per_token if is_rows else self.tree.layout.bytes_per_snapshot
+                new_bytes = self.audits[tier].added(job) * each
+            counters.bytes_new_state += new_bytes
+        for name, tier in done.evicted:
+            self.counters.tiers[tier].segments_evicted += 1
+            self._forget(name, tier)
+        if not done.kept:
+            self.tree.lost(job.saved.name, "")
+
+    def _forget(self, name: str, tier: str) -> None:
+        self.tree.lost(name, tier)
+        if tier in self.audits:
+            self.audits[tier].removed(name)
+
+    def _load_done(self, done: LoadDone) -> None:
+        sequence = done.job.owner
+        assert isinstance(sequence, Sequence)
+        for name, tier in done.lost:
+            self.counters.tiers[tier].segments_lost += 1
+        self.scheduler.remove(sequence)
+        if done.ok:
+            self.holdings.loaded(sequence, done.job)
+            for tier, tokens in done.tokens_by_tier.items():
+                self.counters.tiers[tier].tokens_loaded += tokens
+                sequence.usage.reused[tier] = sequence.usage.reused.get(tier, 0) + tokens
+            for tier, nbytes in done.bytes_by_tier.items():
+                self.counters.tiers[tier].bytes_loaded += nbytes
+            sequence.status = Status.RUNNING
+            self.scheduler.running.append(sequence)
+        else:
+            self.counters.loads_failed += 1
+            self.holdings.load_failed(sequence, done.job)
+            sequence.usage.cached_tokens, sequence.usage.reused, sequence.started = 0, {}, False
+            sequence.status = Status.WAITING
+            self.scheduler.waiting.appendleft(sequence)
+        for name, tier in done.kept:
+            self.tree.kept(name, tier)
+        for name, tier in done.lost:
+            self._forget(name, tier)
+        if sequence.cancelled:
+            self._end(sequence)
+
+    # Reporting
+
+    def statistics(self, request_id: int) -> Statistics:
+        """Counters and gauges of this moment."""
+        counters = asdict(self.counters)
+        counters.pop("tiers")
+        counters["preemptions"] = self.scheduler.num_preemptions
+        counters["tokens_evicted_from_device"] = self.tree.num_evicted_tokens
+        by_tier: dict[str, dict[str, float]] = {}
+        for tier in self.store.tiers:
+            by_tier[tier.name] = {
+                **asdict(self.counters.tiers[tier.name]),
+                "used_bytes": tier.used_bytes(),
+                "budget_bytes": tier.budget_bytes,
+                "faults": self.store.faults[tier.name],
+                "damaged": self.store.damaged[tier.name],
+            }
+            if tier.name in self.audits:
+                by_tier[tier.name]["max_copies"] = self.audits[tier.name].max_copies
+        gauges = {
+            "requests_running": len(self.scheduler.running),
+            "requests_waiting": len(self.scheduler.waiting),
+            "requests_loading": len(self.scheduler.loading),
+            "saves_under_way": self._saves_under_way,
+            "device_budget_bytes": self.pool.budget_bytes,
+            "device_used_bytes": self.pool.num_used * self.pool.slot_bytes + self.pool.live.numel(),
+            "device_peak_bytes": self.pool.peak_used * self.pool.slot_bytes + self.pool.live.numel(),
+            "device_live_bytes": self.pool.live.numel(),
+            "leases": self.tree.num_leases(),
+        }
+        return Statistics(request_id, {k: float(v) for k, v in counters.items()}, gauges, by_tier)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if state has been lost, mixed up or leaked."""
+        self.tree.check_integrity(self.holdings.held_slots())

@@ -1,0 +1,52 @@
+"""One step on the device: build the batch, run the model, keep last hidden vectors."""
+
+import numpy as np
+import torch
+
+from holdover.engine.scheduler import Work
+from holdover.models.base import Batch, BatchSequence, Model
+from holdover.state.layout import LAST_HIDDEN
+from holdover.state.pool import DevicePool
+
+
+class Runner:
+    """Runs a model over sequences whose state lies in a device pool."""
+
+    def __init__(self, model: Model, pool: DevicePool) -> None:
+        self.model = model
+        self.pool = pool
+
+    @torch.inference_mode()
+    def run(self, works: list[Work]) -> torch.Tensor:
+        """Feed each work's tokens. Returns scores of the token after each work's last one, float32 [works, vocab].
+
+        Works with no tokens are at a position whose last hidden vector is in the live row already.
+        """
+        device = self.model.device
+        fed = [work for work in works if work.num_tokens]
+        last_hidden = self.pool.live_views[LAST_HIDDEN]
+        if fed:
+            batch = self._batch(fed)
+            hidden = self.model.forward(batch, self.pool)
+            last_hidden[batch.live_rows.to(device)] = hidden[batch.starts[1:].to(device) - 1]
+        rows = torch.tensor([work.sequence.live_row for work in works], device=device)
+        return self.model.logits(last_hidden[rows])
+
+    def _batch(self, works: list[Work]) -> Batch:
+        device = self.model.device
+        ids, positions, slots, sequences = [], [], [], []
+        for work in works:
+            sequence = work.sequence
+            first, last = sequence.position, sequence.position + work.num_tokens
+            ids.append(sequence.tokens[first:last])
+            positions.append(np.arange(first, last))
+            slots.append(sequence.table[first:last])
+            table = torch.from_numpy(sequence.table[:last]).to(device)
+            assert sequence.live_row is not None
+            sequences.append(BatchSequence(table, work.num_tokens, sequence.live_row))
+        return Batch(
+            torch.from_numpy(np.concatenate(ids).astype(np.int64)).to(device),
+            torch.from_numpy(np.concatenate(positions)).to(device),
+            torch.from_numpy(np.concatenate(slots)).to(device),
+            sequences,
+        )

@@ -1,0 +1,77 @@
+"""One choice of one request, from its arrival to its last token."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from holdover.engine.messages import Generate, Usage
+from holdover.engine.sampler import SamplerState
+from holdover.engine.text import StopStrings, TextDecoder
+from holdover.state.address import AddressChain, Tokens
+from holdover.state.pool import Slots
+from holdover.state.tree import Node
+
+
+class Status(Enum):
+    """Where a sequence stands."""
+
+    WAITING = "waiting"  # holds nothing on the device
+    LOADING = "loading"  # holds slots and a live row that a load is filling
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """Tokens, how far they are computed, and what the sequence holds on the device.
+
+    tokens: uint32 [capacity], of which `length` count. position: tokens whose state is in place. table: int64
+    [capacity], slots of the first `allocated` tokens; those before `shared` belong to the tree (leased through
+    `node`), the others to the sequence. stops: positions, ascending, at which prefill keeps a snapshot.
+    """
+
+    request: Generate
+    index: int
+    arrival: int
+    space: bytes
+    chain: AddressChain
+    tokens: Tokens
+    prompt_end: int
+    sampler: SamplerState
+    decoder: TextDecoder
+    stop_strings: StopStrings
+    end_tokens: frozenset[int]
+    usage: Usage
+    length: int = 0
+    status: Status = Status.WAITING
+    position: int = 0
+    node: Node | None = None
+    shared: int = 0
+    allocated: int = 0
+    table: Slots = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    spare: Slots | None = None
+    live_row: int | None = None
+    stops: list[int] = field(default_factory=list)
+    started: bool = False
+    cancelled: bool = False
+    returns_checked: bool = False
+
+    @property
+    def known_tokens(self) -> Tokens:
+        """All tokens so far: the prompt and what was generated."""
+        return self.tokens[: self.length]
+
+    @property
+    def prefilling(self) -> bool:
+        """More than one token is still to be fed before the next can be chosen, or the prompt is not done."""
+        return self.position < self.prompt_end or self.length - self.position > 1
+
+    def append(self, token: int) -> None:
+        self.tokens[self.length] = token
+        self.length += 1
+
+    def own_slots(self) -> Slots:
+        """Slots that would be lost if the sequence just vanished."""
+        own = self.table[self.shared : self.allocated]
+        return own if self.spare is None else np.concatenate([own, self.spare])

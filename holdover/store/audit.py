@@ -1,0 +1,56 @@
+"""Counting, not inferring: how often each prefix position lies in each tier, and which bytes were new to it."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from holdover.state.address import Tokens
+from holdover.state.segment import Kind
+from holdover.store.queues import SaveJob
+
+MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+
+
+def position_digests(tokens: Tokens) -> list[int]:
+    """A 64-bit digest of the prefix that ends at each token, independent of how it is cut into segments."""
+    with np.errstate(over="ignore"):
+        powers = np.cumprod(np.full(len(tokens), MULTIPLIER, dtype=np.uint64))
+        mixed = (tokens.astype(np.uint64) + np.uint64(1)) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed ^= mixed >> np.uint64(29)
+        digests: list[int] = np.cumsum(mixed * powers, dtype=np.uint64).tolist()
+    return digests
+
+
+@dataclass(slots=True)
+class TierAudit:
+    """One tier's books: copies of each prefix position, and of each snapshot position, at this moment."""
+
+    copies: Counter[int] = field(default_factory=Counter)
+    held: dict[str, list[int]] = field(default_factory=dict)
+    max_copies: int = 0
+
+    def added(self, job: SaveJob) -> int:
+        """A segment was put into the tier; returns how many positions of it the tier did not hold before."""
+        header = job.header
+        digests = position_digests(job.prefix)
+        if header.kind is Kind.SNAPSHOT:
+            return self._count(header.name, [~digests[-1]], count_copies=False)
+        return self._count(header.name, digests[header.start : header.end], count_copies=True)
+
+    def _count(self, name: str, digests: list[int], count_copies: bool) -> int:
+        new = 0
+        self.held[name] = digests
+        for digest in digests:
+            self.copies[digest] += 1
+            new += self.copies[digest] == 1
+            if count_copies:
+                self.max_copies = max(self.max_copies, self.copies[digest])
+        return new
+
+    def removed(self, name: str) -> None:
+        """A segment is gone from the tier."""
+        for digest in self.held.pop(name, ()):
+            self.copies[digest] -= 1
+            if not self.copies[digest]:
+                del self.copies[digest]

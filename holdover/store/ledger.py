@@ -1,0 +1,110 @@
+"""The books of a tier: what it keeps, how many bytes, in which order of use. The budget holds at every moment."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from holdover.store.tier import PutResult, PutStatus
+
+
+@dataclass(slots=True)
+class Entry:
+    """A segment in the books. `complete` once it can be read; leases: readers at this moment."""
+
+    nbytes: int
+    complete: bool
+    leases: int = 0
+
+
+class Ledger:
+    """Least recently used first. Room is reserved before bytes are made, so that the budget is never passed.
+
+    `drop` removes an evicted segment's bytes; it is called under the lock, so that nobody is given their room before.
+    """
+
+    def __init__(self, budget_bytes: int, drop: Callable[[str], None]) -> None:
+        self.budget_bytes = budget_bytes
+        self._drop = drop
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[str, Entry] = OrderedDict()
+        self._used = 0
+
+    def reserve(self, name: str, nbytes: int) -> PutResult:
+        """Enter `name` as incomplete, evicting for it."""
+        with self._lock:
+            if name in self._entries:
+                return PutResult(PutStatus.ALREADY_THERE)
+            evicted: list[str] = []
+            room = self.budget_bytes - self._used
+            for other, entry in self._entries.items():
+                if room >= nbytes:
+                    break
+                if entry.complete and not entry.leases:
+                    evicted.append(other)
+                    room += entry.nbytes
+            if room < nbytes:
+                return PutResult(PutStatus.REFUSED)
+            for other in evicted:
+                self._used -= self._entries.pop(other).nbytes
+                self._drop(other)
+            self._entries[name] = Entry(nbytes, complete=False)
+            self._used += nbytes
+            return PutResult(PutStatus.KEPT, tuple(evicted))
+
+    def complete(self, name: str) -> None:
+        with self._lock:
+            self._entries[name].complete = True
+
+    def adopt(self, name: str, nbytes: int) -> bool:
+        """Enter something that is there already (at start-up). False if the budget has no room for it."""
+        with self._lock:
+            if self._used + nbytes > self.budget_bytes:
+                return False
+            self._entries[name] = Entry(nbytes, complete=True)
+            self._used += nbytes
+            return True
+
+    def remove(self, name: str) -> bool:
+        """Strike `name`; False if it was not there, or is being read."""
+        with self._lock:
+            entry = self._entries.get(name)
+            if entry is None or entry.leases:
+                return False
+            del self._entries[name]
+            self._used -= entry.nbytes
+            self._drop(name)
+            return True
+
+    def lease(self, name: str) -> bool:
+        with self._lock:
+            entry = self._entries.get(name)
+            if entry is None or not entry.complete:
+                return False
+            entry.leases += 1
+            self._entries.move_to_end(name)
+            return True
+
+    def release(self, name: str) -> None:
+        with self._lock:
+            self._entries[name].leases -= 1
+
+    def touch(self, names: Iterable[str]) -> None:
+        with self._lock:
+            for name in names:
+                if name in self._entries:
+                    self._entries.move_to_end(name)
+
+    def has(self, name: str) -> bool:
+        with self._lock:
+            entry = self._entries.get(name)
+            return entry is not None and entry.complete
+
+    def names(self) -> Iterator[str]:
+        with self._lock:
+            return iter([name for name, entry in self._entries.items() if entry.complete])
+
+    @property
+    def used_bytes(self) -> int:
+        with self._lock:
+            return self._used

@@ -1,0 +1,126 @@
+"""The disk tier: one file per segment, written whole or not at all, through obstore."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import obstore
+import torch
+from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError
+from obstore.store import LocalStore
+
+from holdover.errors import TierError
+from holdover.store.ledger import Ledger
+from holdover.store.tier import PutResult, PutStatus
+
+log = logging.getLogger(__name__)
+PROBE = "probe"
+
+
+def _path(name: str) -> str:
+    """Segments are spread over 256 folders. Names are digests that Holdover makes, never user input."""
+    return f"segments/{name[:2]}/{name}"
+
+
+class DiskTier:
+    """Keeps segments in one local folder. Raises TierError if the folder cannot be made, written or read."""
+
+    def __init__(self, folder: Path, budget_bytes: int, name: str = "disk") -> None:
+        self.name = name
+        self.folder = folder
+        self.budget_bytes = budget_bytes
+        self._ledger = Ledger(budget_bytes, self._remove)
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._store = LocalStore(str(folder.resolve()), automatic_cleanup=False)
+            obstore.put(self._store, PROBE, b"holdover")
+            obstore.delete(self._store, PROBE)
+            found = [item for page in obstore.list(self._store, prefix="segments") for item in page]
+        except (OSError, BaseError) as error:
+            raise TierError(
+                f"the disk tier {folder} can't be written ({_reason(error)}). Give another folder with "
+                "--disk-tier DIR:SIZE, or make this one writable."
+            ) from None
+        found.sort(key=lambda item: item["last_modified"])
+        for item in reversed(found):  # newest first, as far as the budget reaches
+            if not self._ledger.adopt(Path(item["path"]).name, item["size"]):
+                self._remove(Path(item["path"]).name)
+        self._ledger.touch([Path(item["path"]).name for item in found])
+
+    def has(self, name: str) -> bool:
+        return self._ledger.has(name)
+
+    @contextmanager
+    def get(self, name: str) -> Iterator[torch.Tensor | None]:
+        if not self._ledger.lease(name):
+            yield None
+            return
+        try:
+            yield self._read(name)
+        finally:
+            self._ledger.release(name)
+
+    def _read(self, name: str) -> torch.Tensor | None:
+        try:
+            content = obstore.get(self._store, _path(name)).bytes()
+        except (NotFoundError, FileNotFoundError):
+            return None
+        except (OSError, BaseError) as error:
+            raise TierError(f"reading from the disk tier {self.folder} failed: {_reason(error)}") from error
+        array = np.frombuffer(content, dtype=np.uint8)
+        return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+    def put(self, name: str, nbytes: int, make: Callable[[], torch.Tensor]) -> PutResult:
+        result = self._ledger.reserve(name, nbytes)
+        if result.status is not PutStatus.KEPT:
+            return result
+        try:
+            obstore.put(self._store, _path(name), memoryview(make().numpy()), mode="create", use_multipart=False)
+        except AlreadyExistsError:
+            pass
+        except (OSError, BaseError) as error:
+            self._ledger.remove(name)
+            raise TierError(f"writing to the disk tier {self.folder} failed: {_reason(error)}") from error
+        except BaseException:
+            self._ledger.remove(name)
+            raise
+        self._ledger.complete(name)
+        return result
+
+    def delete(self, name: str) -> None:
+        self._ledger.remove(name)
+
+    def _remove(self, name: str) -> None:
+        try:
+            obstore.delete(self._store, _path(name))
+        except (NotFoundError, FileNotFoundError):
+            pass
+        except (OSError, BaseError) as error:
+            log.warning("the disk tier %s could not remove %s: %s", self.folder, name, _reason(error))
+
+    def scan(self) -> Iterator[str]:
+        return self._ledger.names()
+
+    def head(self, name: str, nbytes: int) -> bytes:
+        """The first bytes of a segment, for reading its header at start-up."""
+        try:
+            return bytes(obstore.get_range(self._store, _path(name), start=0, length=nbytes))
+        except (OSError, BaseError) as error:
+            raise TierError(f"reading from the disk tier {self.folder} failed: {_reason(error)}") from error
+
+    def touch(self, names: list[str]) -> None:
+        self._ledger.touch(names)
+
+    def used_bytes(self) -> int:
+        return self._ledger.used_bytes
+
+
+def _reason(error: Exception) -> str:
+    """The first line that says why: obstore appends a trace of its own."""
+    text = str(error).strip() or type(error).__name__
+    for line in text.splitlines():
+        if "os error" in line.lower() or "denied" in line.lower():
+            return line.strip().strip('",')
+    return text.splitlines()[0][:300]

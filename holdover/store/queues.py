@@ -1,0 +1,273 @@
+"""Saving and loading between the device and the tiers, each on its own thread."""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from holdover.errors import TierError
+from holdover.state.address import Tokens
+from holdover.state.pool import DevicePool, Slots
+from holdover.state.segment import DamagedSegment, Kind, Segment, SegmentHeader, decode, encode, segment_bytes
+from holdover.state.tree import Node, Saved
+from holdover.store.tier import PutStatus, Tier
+
+log = logging.getLogger(__name__)
+RETRY_AFTER_FAULT_SECONDS = 5.0
+
+
+@dataclass(eq=False, slots=True)
+class SaveJob:
+    """One segment to be saved. slots: of its rows, or of its snapshot. node: leased until the job is done.
+
+    prefix: all tokens from position 0 to the segment's end.
+    """
+
+    saved: Saved
+    header: SegmentHeader
+    prefix: Tokens
+    slots: Slots
+    node: Node
+
+
+@dataclass(eq=False, slots=True)
+class SaveDone:
+    """A save is over. kept: tiers that now keep it, with the bytes put; evicted: (name, tier) that had to go."""
+
+    job: SaveJob
+    kept: dict[str, int] = field(default_factory=dict)
+    evicted: list[tuple[str, str]] = field(default_factory=list)
+    state_bytes: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class LoadPart:
+    """Rows `[first, last)` (positions) of one saved segment, for one node."""
+
+    saved: Saved
+    node: Node
+    first: int
+    last: int
+    slots: Slots
+
+
+@dataclass(eq=False, slots=True)
+class LoadJob:
+    """What one sequence lacks on the device: rows for tree nodes, and a snapshot for its live row."""
+
+    parts: list[LoadPart]
+    snapshot: Saved | None
+    live_row: int
+    owner: object
+
+
+@dataclass(eq=False, slots=True)
+class LoadDone:
+    """A load is over. ok: all of it is in place. lost: (segment, tier) that proved missing or damaged."""
+
+    job: LoadJob
+    ok: bool = True
+    lost: list[tuple[str, str]] = field(default_factory=list)
+    kept: list[tuple[str, str]] = field(default_factory=list)
+    tokens_by_tier: dict[str, int] = field(default_factory=dict)
+    bytes_by_tier: dict[str, int] = field(default_factory=dict)
+
+
+Done = SaveDone | LoadDone
+
+
+class _Worker:
+    """One thread that runs jobs in order."""
+
+    def __init__(self, name: str, run: Callable[..., None]) -> None:
+        self._jobs: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._run = run
+        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, job: object) -> None:
+        self._jobs.put(job)
+
+    def _loop(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            self._run(job)
+
+    def close(self) -> None:
+        self._jobs.put(None)
+        self._thread.join(timeout=30)
+
+
+class Store:
+    """The tiers of one engine, nearest first.
+
+    `done` is called with each finished job, from the thread that ran it. With `threads=False` jobs run when submitted:
+    tests and simulation use that to decide the order themselves.
+    """
+
+    def __init__(
+        self, pool: DevicePool, fingerprint: str, tiers: list[Tier], done: Callable[[Done], None], threads: bool = True
+    ) -> None:
+        self.pool = pool
+        self.layout = pool.layout
+        self.fingerprint = fingerprint
+        self.tiers = tiers
+        self._done = done
+        self._silent_until: dict[str, float] = {}
+        self.faults = {tier.name: 0 for tier in tiers}
+        self.damaged = {tier.name: 0 for tier in tiers}
+        self._saver = _Worker("holdover-save", self._save) if threads and tiers else None
+        self._loader = _Worker("holdover-load", self._load) if threads and tiers else None
+
+    def save(self, job: SaveJob) -> None:
+        job.saved.pending += 1
+        if self._saver is not None:
+            self._saver.submit(job)
+        else:
+            self._save(job)
+
+    def load(self, job: LoadJob) -> None:
+        if self._loader is not None:
+            self._loader.submit(job)
+        else:
+            self._load(job)
+
+    def touch(self, names: list[str]) -> None:
+        for tier in self.tiers:
+            tier.touch(names)
+
+    def delete(self, saved: Saved) -> None:
+        for tier in self.tiers:
+            if tier.name in saved.tiers:
+                try:
+                    tier.delete(saved.name)
+                except TierError as error:
+                    self._fault(tier, error)
+
+    def close(self) -> None:
+        """Finish what was submitted, then stop."""
+        for worker in (self._saver, self._loader):
+            if worker is not None:
+                worker.close()
+
+    # Saving
+
+    def _save(self, job: SaveJob) -> None:
+        result = SaveDone(job)
+        header = job.header
+        num_tokens = header.end - header.start
+        # What is new to a tier is the state itself; the header, ids and checksum come on top.
+        is_rows = header.kind is Kind.ROWS
+        result.state_bytes = num_tokens * self.layout.bytes_per_token if is_rows else self.layout.bytes_per_snapshot
+        encoded: list[torch.Tensor] = []
+
+        def make() -> torch.Tensor:
+            if not encoded:
+                fill = self._copy_rows if is_rows else self._copy_snapshot
+                tokens = job.prefix[header.start : header.end] if is_rows else None
+                encoded.append(encode(header, self.layout, lambda place: fill(job.slots, place), tokens))
+            return encoded[0]
+
+        nbytes = segment_bytes(header, self.layout)
+        for tier in self.tiers:
+            if time.monotonic() < self._silent_until.get(tier.name, 0.0):
+                continue
+            try:
+                put = tier.put(header.name, nbytes, make)
+            except TierError as error:
+                self._fault(tier, error)
+                continue
+            except Exception:
+                log.exception("saving %s into the %s tier failed", header.name, tier.name)
+                continue
+            result.evicted += [(name, tier.name) for name in put.evicted]
+            if put.status is PutStatus.KEPT:
+                result.kept[tier.name] = len(encoded[0])
+            elif put.status is PutStatus.ALREADY_THERE:
+                result.kept[tier.name] = 0
+        self._done(result)
+
+    def _copy_rows(self, slots: Slots, place: torch.Tensor) -> None:
+        place.copy_(self.pool.read_rows(slots)[:, : self.layout.bytes_per_token])
+
+    def _copy_snapshot(self, slots: Slots, place: torch.Tensor) -> None:
+        place.copy_(self.pool.read_snapshot(slots))
+
+    def _fault(self, tier: Tier, error: TierError) -> None:
+        """A tier that fails is left alone for a while; serving goes on without it."""
+        self.faults[tier.name] += 1
+        self._silent_until[tier.name] = time.monotonic() + RETRY_AFTER_FAULT_SECONDS
+        log.warning("%s; going on without it, next try in %.0f s", error, RETRY_AFTER_FAULT_SECONDS)
+
+    # Loading
+
+    def _load(self, job: LoadJob) -> None:
+        result = LoadDone(job)
+        try:
+            by_segment: dict[str, list[LoadPart]] = {}
+            for part in job.parts:
+                by_segment.setdefault(part.saved.name, []).append(part)
+            for parts in by_segment.values():
+                if not self._load_segment(parts[0].saved, result, lambda segment, parts=parts: self._place(parts, segment)):
+                    result.ok = False
+                    break
+            if result.ok and job.snapshot is not None:
+                result.ok = self._load_segment(job.snapshot, result, lambda segment: self._place_snapshot(job, segment))
+        except Exception:
+            log.exception("loading failed; the request computes instead")
+            result.ok = False
+        self._done(result)
+
+    def _place(self, parts: list[LoadPart], segment: Segment) -> int:
+        assert segment.rows is not None
+        start, count = segment.header.start, 0
+        for part in parts:
+            self.pool.write_rows(part.slots, segment.rows[part.first - start : part.last - start])
+            count += part.last - part.first
+        return count
+
+    def _place_snapshot(self, job: LoadJob, segment: Segment) -> int:
+        assert segment.snapshot is not None
+        self.pool.fill_live(job.live_row, segment.snapshot)
+        return 0
+
+    def _load_segment(self, saved: Saved, result: LoadDone, place: Callable[[Segment], int]) -> bool:
+        """Copy one segment in from the nearest tier that has it whole."""
+        for i, tier in enumerate(self.tiers):
+            if tier.name not in saved.tiers:
+                continue
+            damage: str | None = None
+            try:
+                with tier.get(saved.name) as buffer:
+                    if buffer is not None:
+                        segment = decode(buffer, self.layout, self.fingerprint, saved.name)
+                        tokens = place(segment)
+                        by_tier = result.tokens_by_tier
+                        by_tier[tier.name] = by_tier.get(tier.name, 0) + tokens
+                        result.bytes_by_tier[tier.name] = result.bytes_by_tier.get(tier.name, 0) + len(buffer)
+                        self._promote(saved.name, buffer, self.tiers[:i], result)
+                        return True
+            except DamagedSegment as error:
+                damage = str(error)
+            except TierError as error:
+                self._fault(tier, error)
+            result.lost.append((saved.name, tier.name))
+            if damage is not None:
+                self.damaged[tier.name] += 1
+                log.warning("removed %s from the %s tier: %s", saved.name, tier.name, damage)
+                tier.delete(saved.name)
+        return False
+
+    def _promote(self, name: str, buffer: torch.Tensor, nearer: list[Tier], result: LoadDone) -> None:
+        for tier in nearer:
+            try:
+                put = tier.put(name, len(buffer), buffer.clone)
+            except TierError as error:
+                self._fault(tier, error)
+                continue
+            result.lost += [(other, tier.name) for other in put.evicted]
+            if put.status is not PutStatus.REFUSED:
+                result.kept.append((name, tier.name))

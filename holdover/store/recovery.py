@@ -1,0 +1,87 @@
+"""What a disk tier kept through a restart, put back into the tree from the headers alone."""
+
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+
+from holdover.errors import TierError
+from holdover.state.address import Tokens
+from holdover.state.segment import DamagedSegment, Kind, SegmentHeader, parse_header
+from holdover.state.tree import PrefixTree, Saved, path_to
+from holdover.store.objects import DiskTier
+
+log = logging.getLogger(__name__)
+HEAD_BYTES = 4096
+
+
+@dataclass(slots=True)
+class Recovery:
+    """How many segments were found, and how many are of another model or can't be used."""
+
+    rows: int = 0
+    snapshots: int = 0
+    foreign: int = 0
+    unusable: int = 0
+
+
+def recover(tree: PrefixTree, tier: DiskTier, fingerprint: str) -> Recovery:
+    """Add to the tree what `tier` keeps for this model. Checksums are checked when a segment is loaded."""
+    result = Recovery()
+    rows: dict[bytes, list[tuple[SegmentHeader, Tokens]]] = {}
+    snapshots: list[SegmentHeader] = []
+    for name in list(tier.scan()):
+        try:
+            header, tokens = _read(tier, name)
+        except (DamagedSegment, TierError) as error:
+            log.warning("left out %s of the disk tier: %s", name, error)
+            tier.delete(name)
+            result.unusable += 1
+            continue
+        if header.fingerprint != fingerprint:
+            result.foreign += 1
+        elif header.kind is Kind.ROWS:
+            rows.setdefault(header.parent, []).append((header, tokens))
+        else:
+            snapshots.append(header)
+    ends = {}
+    todo = [parent for parent in rows if any(header.space == parent for header, _ in rows[parent])]
+    while todo:
+        parent_address = todo.pop()
+        for header, tokens in rows.pop(parent_address, []):
+            before = tree.root(header.space) if parent_address == header.space else ends.get(parent_address)
+            if before is None or before.end < header.start:
+                result.unusable += 1
+                continue
+            parent = tree.split_at(before, header.start)
+            saved = Saved(Kind.ROWS, header.address, header.start, header.end)
+            ends[header.address] = tree.graft(parent, tokens, saved, tier.name)
+            result.rows += 1
+            todo.append(header.address)
+    for header in snapshots:
+        last = ends.get(header.parent)
+        if last is None or not any(each.start < header.end <= each.end for each in path_to(last)):
+            result.unusable += 1
+            continue
+        node = tree.split_at(last, header.end)
+        saved = Saved(Kind.SNAPSHOT, header.address, header.end, header.end)
+        tree.register(saved, [node])
+        tree.kept(saved.name, tier.name)
+        result.snapshots += 1
+    return result
+
+
+def _read(tier: DiskTier, name: str) -> tuple[SegmentHeader, Tokens]:
+    head = tier.head(name, HEAD_BYTES)
+    header, _, data_start, _ = parse_header(head)
+    if header.name != name:
+        raise DamagedSegment("it is kept under the name of another")
+    if header.kind is Kind.SNAPSHOT:
+        return header, np.empty(0, dtype="<u4")
+    needed = data_start + 4 * (header.end - header.start)
+    if needed > len(head):
+        head = tier.head(name, needed)
+    tokens = np.frombuffer(head[data_start:needed], dtype="<u4")
+    if len(tokens) != header.end - header.start:
+        raise DamagedSegment("its token ids are cut off")
+    return header, tokens
