@@ -102,11 +102,13 @@ class Ready(msgspec.Struct, tag="ready"):
     """The engine serves. Facts of the model and of the memory it has."""
 
     context_length: int
+    max_request_tokens: int  # prompt and answer, as far as context and device memory reach
     vocab_size: int
     eos_token_ids: list[int]
     bytes_per_token: int
     bytes_per_snapshot: int
     device_bytes: int
+    max_running: int
     fingerprint: str
     notes: list[str] = []
 

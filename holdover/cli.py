@@ -1,0 +1,112 @@
+"""The command line: thin, one function per command."""
+
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from holdover import __version__
+from holdover.config import DiskTierConfig, EngineConfig, format_bytes, parse_bytes, parse_disk_tier
+from holdover.errors import HoldoverError
+
+app = typer.Typer(
+    name="holdover",
+    help="Inference for agents: never computes, stores or sends the same part of a history twice.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"auto_envvar_prefix": "HOLDOVER", "help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"holdover {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Inference for agents: never computes, stores or sends the same part of a history twice."""
+
+
+@app.command()
+def serve(
+    model: Annotated[Path, typer.Argument(help="Folder of a Hugging Face checkpoint.")],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8000,
+    device_memory: Annotated[str, typer.Option(help="Budget for state on the device.")] = "2GiB",
+    memory_tier: Annotated[str | None, typer.Option(help="Keep state in host RAM, up to this size.")] = "8GiB",
+    disk_tier: Annotated[
+        str | None, typer.Option(metavar="DIR:SIZE", help="Keep state in this folder, up to this size.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    served_model_name: Annotated[str | None, typer.Option(help="Name in the API; default: the folder's.")] = None,
+    context_length: Annotated[int | None, typer.Option(min=1, help="Default: the model's own.")] = None,
+    max_running: Annotated[int | None, typer.Option(min=1, help="Sequences that run at once; default: by memory.")] = None,
+    max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens fed in one step.")] = 1024,
+    snapshot_spacing: Annotated[
+        int, typer.Option(min=1, help="Most tokens of a prefill that are lost if it is cut off.")
+    ] = 2048,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of the CPU kernels; default: all cores.")] = None,
+    audit_tiers: Annotated[
+        bool, typer.Option(help="Count how often each prefix position lies in each tier (for proofs).")
+    ] = False,
+) -> None:
+    """Serve a model over OpenAI's API. `--memory-tier none` turns the memory tier off."""
+    from holdover.engine.messages import Ready
+    from holdover.server.serve import serve as run_server
+
+    logging.basicConfig(level=logging.INFO, format="holdover: %(levelname)s: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    disk = parse_disk_tier(disk_tier) if disk_tier else None
+    config = EngineConfig(
+        model=str(model),
+        to_engine="",
+        from_engine="",
+        dtype=dtype,
+        device=device,
+        device_bytes=parse_bytes(device_memory, "--device-memory"),
+        memory_bytes=None if memory_tier in (None, "none", "0") else parse_bytes(memory_tier, "--memory-tier"),
+        disk=DiskTierConfig(str(disk[0]), disk[1]) if disk else None,
+        max_running=max_running,
+        max_batch_tokens=max_batch_tokens,
+        snapshot_spacing=snapshot_spacing,
+        context_length=context_length,
+        threads=threads,
+        audit=audit_tiers,
+    )
+    name = served_model_name or model.resolve().name
+
+    def announce(ready: Ready, url: str) -> None:
+        tiers = [f"memory {format_bytes(config.memory_bytes)}"] if config.memory_bytes else []
+        tiers += [f"disk {config.disk.folder} {format_bytes(config.disk.budget_bytes)}"] if config.disk else []
+        typer.echo(
+            f"holdover {__version__} serves {name} at {url}/v1\n"
+            f"  state: {ready.bytes_per_token:,} bytes a token, {ready.bytes_per_snapshot:,} a snapshot; "
+            f"device {format_bytes(ready.device_bytes)}, up to {ready.max_running} sequences at once\n"
+            f"  tiers: {', '.join(tiers) or 'none: state that leaves the device is lost'}"
+        )
+        for note in ready.notes:
+            typer.echo(f"  {note}")
+        sys.stdout.flush()
+
+    raise typer.Exit(run_server(config, host=host, port=port, model_name=name, announce=announce))
+
+
+def main() -> None:
+    """Entry point. Errors that the user can mend: one line, exit code 2."""
+    try:
+        app()
+    except HoldoverError as error:
+        sys.stderr.write(f"holdover: {error}\n")
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

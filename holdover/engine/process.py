@@ -1,0 +1,247 @@
+"""The engine's own process: `python -m holdover.engine.process`, configuration on standard input.
+
+It ends when told to, or when standard input closes: a parent that dies takes its engine with it.
+"""
+
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import torch
+import zmq
+
+from holdover.config import EngineConfig
+from holdover.engine.engine import Engine
+from holdover.engine.messages import (
+    AskStatistics,
+    Cancel,
+    FromEngine,
+    Generate,
+    Ready,
+    Shutdown,
+    StartFailed,
+    ToEngine,
+)
+from holdover.engine.text import NoText, StreamDecoder, TextDecoder
+from holdover.errors import HoldoverError
+from holdover.models.base import Model
+from holdover.models.registry import load_model
+from holdover.state.pool import DevicePool
+from holdover.state.tree import PrefixTree
+from holdover.store.memory import MemoryTier
+from holdover.store.objects import DiskTier
+from holdover.store.planning import SavePlanner, plan_delta
+from holdover.store.queues import Done, SaveDone, Store
+from holdover.store.recovery import recover
+from holdover.store.tier import Tier
+
+log = logging.getLogger("holdover.engine")
+LIVE_SHARE = 4  # live states take at most this part (1/4) of device memory, unless --max-running says otherwise
+MOST_RUNNING = 64
+IDLE_SECONDS = 1.0
+Inbox = queue.SimpleQueue[ToEngine | Done | None]
+
+
+def default_max_running(model: Model, device_bytes: int) -> int:
+    """How many sequences may run at once where the user doesn't say."""
+    per_sequence = max(1, model.layout.bytes_per_snapshot)
+    return max(1, min(MOST_RUNNING, device_bytes // LIVE_SHARE // per_sequence))
+
+
+def decoder_factory(folder: Path) -> Callable[[], TextDecoder]:
+    """Makes text decoders from the checkpoint's tokenizer.json; without one there is no text."""
+    from tokenizers import Tokenizer
+
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        return NoText
+    tokenizer = Tokenizer.from_file(str(path))
+    return lambda: StreamDecoder(tokenizer)
+
+
+def build_engine(config: EngineConfig, inbox: Inbox, plan_saves: SavePlanner) -> tuple[Engine, list[str]]:
+    """An engine as configured, and notes for the user. Raises HoldoverError."""
+    device = torch.device(config.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise HoldoverError("--device cuda: PyTorch finds no GPU on this machine; use --device cpu.")
+    folder = Path(config.model)
+    tiers: list[Tier] = []
+    disk = None
+    if config.memory_bytes is not None:
+        tiers.append(MemoryTier(config.memory_bytes))
+    if config.disk is not None:
+        disk = DiskTier(Path(config.disk.folder), config.disk.budget_bytes)
+        tiers.append(disk)
+    model = load_model(folder, config.dtype, device)
+    if config.context_length is not None:
+        if config.context_length > model.context_length:
+            raise HoldoverError(
+                f"--context-length {config.context_length} is longer than the model's {model.context_length}."
+            )
+        model.context_length = config.context_length
+    max_running = config.max_running or default_max_running(model, config.device_bytes)
+    pool = DevicePool(model.layout, config.device_bytes, max_running, device)
+    tree = PrefixTree(model.layout, pool)
+    store = Store(pool, model.fingerprint, tiers, inbox.put)
+    engine = Engine(
+        model,
+        pool,
+        tree,
+        store,
+        max_batch_tokens=config.max_batch_tokens,
+        snapshot_spacing=config.snapshot_spacing,
+        new_decoder=decoder_factory(folder),
+        plan_saves=plan_saves,
+        audit=config.audit,
+    )
+    notes = []
+    if disk is not None:
+        found = recover(tree, disk, model.fingerprint)
+        if found.rows or found.foreign or found.unusable:
+            notes.append(
+                f"disk tier: {found.rows} row and {found.snapshots} snapshot segments are back"
+                + (f"; {found.foreign} of other models" if found.foreign else "")
+                + (f"; {found.unusable} can't be used" if found.unusable else "")
+            )
+    return engine, notes
+
+
+def facts(engine: Engine, notes: list[str]) -> Ready:
+    """What the server needs to know."""
+    model, pool = engine.model, engine.pool
+    return Ready(
+        context_length=model.context_length,
+        max_request_tokens=min(model.context_length, pool.num_slots - pool.slots_per_snapshot),
+        vocab_size=model.vocab_size,
+        eos_token_ids=sorted(model.eos_token_ids),
+        bytes_per_token=model.layout.bytes_per_token,
+        bytes_per_snapshot=model.layout.bytes_per_snapshot,
+        device_bytes=pool.budget_bytes,
+        max_running=pool.max_running,
+        fingerprint=model.fingerprint,
+        notes=notes,
+    )
+
+
+class EngineLoop:
+    """Feeds an engine from its inbox, and sends out what it says."""
+
+    def __init__(self, engine: Engine, inbox: Inbox, send: Callable[[list[FromEngine]], None]) -> None:
+        self._engine = engine
+        self._inbox = inbox
+        self._send = send
+        self._done: list[Done] = []
+        self._stopping = False
+
+    def run(self) -> None:
+        """Until a Shutdown, or None (the parent has gone)."""
+        active = False
+        while True:
+            self._take_in(wait=not active)
+            if self._stopping:
+                return
+            done, self._done = self._done, []
+            events, active = self._engine.step(done)
+            if events:
+                self._send([*events])
+
+    def _take_in(self, wait: bool) -> None:
+        try:
+            item = self._inbox.get(timeout=IDLE_SECONDS) if wait else self._inbox.get_nowait()
+            while True:
+                self._handle(item)
+                item = self._inbox.get_nowait()
+        except queue.Empty:
+            return
+
+    def _handle(self, item: ToEngine | Done | None) -> None:
+        match item:
+            case Generate():
+                self._engine.submit(item)
+            case Cancel():
+                self._engine.cancel(item.id)
+            case AskStatistics():
+                self._send([self._engine.statistics(item.id)])
+            case Shutdown() | None:
+                self._stopping = True
+            case _:
+                self._done.append(item)
+
+
+def finish_saving(engine: Engine, inbox: Inbox, seconds: float) -> None:
+    """Let saves that are under way end, for a while."""
+    waiter = threading.Thread(target=engine.store.close, daemon=True)
+    waiter.start()
+    waiter.join(seconds)
+    while not inbox.empty():
+        item = inbox.get_nowait()
+        if isinstance(item, SaveDone):
+            engine.step([item])
+
+
+def _watch_parent(inbox: Inbox) -> None:
+    """Standard input closes when the parent ends, however it ends."""
+    while sys.stdin.buffer.read(1):
+        pass
+    inbox.put(None)
+    threading.Timer(4.0, os._exit, (3,)).start()  # should a step hang
+
+
+def _receive(socket: "zmq.Socket[bytes]", inbox: Inbox) -> None:
+    decoder = msgspec.msgpack.Decoder(ToEngine)
+    while True:
+        message = decoder.decode(socket.recv())
+        inbox.put(message)
+        if isinstance(message, Shutdown):
+            return
+
+
+def main(plan_saves: SavePlanner = plan_delta) -> int:
+    """Run one engine until it is told to end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    logging.basicConfig(level=logging.INFO, format="holdover engine: %(levelname)s: %(message)s", stream=sys.stderr)
+    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    outgoing = context.socket(zmq.PUSH)
+    outgoing.setsockopt(zmq.SNDHWM, 0)
+    outgoing.setsockopt(zmq.LINGER, 1000)
+    outgoing.connect(config.from_engine)
+    incoming = context.socket(zmq.PULL)
+    incoming.setsockopt(zmq.RCVHWM, 0)
+    incoming.connect(config.to_engine)
+    encoder = msgspec.msgpack.Encoder()
+
+    def send(messages: list[FromEngine]) -> None:
+        outgoing.send(encoder.encode(messages))
+
+    inbox: Inbox = queue.SimpleQueue()
+    threading.Thread(target=_watch_parent, args=(inbox,), daemon=True).start()
+    try:
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        engine, notes = build_engine(config, inbox, plan_saves)
+    except HoldoverError as error:
+        send([StartFailed(str(error))])
+        context.destroy(linger=1000)
+        return 2
+    threading.Thread(target=_receive, args=(incoming, inbox), daemon=True).start()
+    send([facts(engine, notes)])
+    try:
+        EngineLoop(engine, inbox, send).run()
+    except Exception:
+        log.exception("the engine has failed; every running request is lost")
+        return 1
+    finish_saving(engine, inbox, seconds=2.0)
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)  # sockets and threads of this process need no farewell
