@@ -5,6 +5,7 @@ import torch
 
 from holdover.engine.scheduler import Work
 from holdover.models.base import Batch, BatchSequence, Model
+from holdover.ops.shapes import padded_length, pads_shapes
 from holdover.state.layout import LAST_HIDDEN
 from holdover.state.pool import DevicePool
 
@@ -29,8 +30,9 @@ class Runner:
             batch = self._batch(fed)
             hidden = self.model.forward(batch, self.pool)
             last_hidden[batch.live_rows.to(device)] = hidden[batch.starts[1:].to(device) - 1]
-        rows = torch.tensor([work.sequence.live_row for work in works], device=device)
-        return self.model.logits(last_hidden[rows])
+        rows = [work.sequence.live_row for work in works]
+        rows += rows[:1] * self._padding(len(rows))
+        return self.model.logits(last_hidden[torch.tensor(rows, device=device)])[: len(works)]
 
     def _batch(self, works: list[Work]) -> Batch:
         device = self.model.device
@@ -44,9 +46,13 @@ class Runner:
             table = torch.from_numpy(sequence.table[:last]).to(device)
             assert sequence.live_row is not None
             sequences.append(BatchSequence(table, work.num_tokens, sequence.live_row))
+        padding = np.zeros(self._padding(sum(work.num_tokens for work in works)), dtype=np.int64)
         return Batch(
-            torch.from_numpy(np.concatenate(ids).astype(np.int64)).to(device),
-            torch.from_numpy(np.concatenate(positions)).to(device),
+            torch.from_numpy(np.concatenate([*ids, padding]).astype(np.int64)).to(device),
+            torch.from_numpy(np.concatenate([*positions, padding])).to(device),
             torch.from_numpy(np.concatenate(slots)).to(device),
             sequences,
         )
+
+    def _padding(self, num_tokens: int) -> int:
+        return padded_length(num_tokens) - num_tokens if pads_shapes(self.pool.live_views[LAST_HIDDEN]) else 0

@@ -25,7 +25,11 @@ class BatchSequence:
 
 @dataclass(slots=True)
 class Batch:
-    """The tokens of one step. token_ids, positions: int64 [tokens]; slots: int64 [tokens], where their rows go."""
+    """The tokens of one step. slots: int64 [num_tokens], where their rows go.
+
+    token_ids, positions: int64 [num_tokens or more]; what follows the batch's own tokens is padding, which belongs to
+    no sequence: it goes through the layers that treat tokens apart, and touches no state.
+    """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
@@ -33,12 +37,14 @@ class Batch:
     sequences: Sequence[BatchSequence]
     starts: torch.Tensor = field(init=False)
     bounds: list[tuple[int, int]] = field(init=False)
+    num_tokens: int = field(init=False)
     live_rows: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         edges = [0]
         for sequence in self.sequences:
             edges.append(edges[-1] + sequence.num_new)
+        self.num_tokens = edges[-1]
         self.bounds = list(zip(edges[:-1], edges[1:], strict=True))
         self.starts = torch.tensor(edges, dtype=torch.int64)
         self.live_rows = torch.tensor([sequence.live_row for sequence in self.sequences], dtype=torch.int64)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from holdover.models.base import Batch
 from holdover.models.loader import Weights, positive, require
-from holdover.ops.attention import causal_mask, latent_attention
+from holdover.ops.attention import latent_attention
 from holdover.ops.delta import kimi_delta_attention
 from holdover.ops.experts import experts_feed_forward, gated_feed_forward, route_sigmoid
 from holdover.state.layout import LAST_HIDDEN, ArraySpec, Layout
@@ -240,14 +240,11 @@ class LatentAttention:
             new[:, : self.latent_dim], (self.latent_dim,), self.latent_norm, LATENT_NORM_EPS
         )
         rows = pool.token_views[self.name]
-        rows[batch.slots] = new
+        rows[batch.slots] = new[: batch.num_tokens]
         absorbed = torch.bmm(q[..., : self.nope_dim].transpose(0, 1), self.key_expand).transpose(0, 1)
         absorbed = torch.cat([absorbed, q[..., self.nope_dim :]], dim=-1)
-        out = torch.empty(len(x), self.heads, self.latent_dim, dtype=x.dtype, device=x.device)
-        for (first, last), sequence in zip(batch.bounds, batch.sequences, strict=True):
-            latents = rows.index_select(0, sequence.table)
-            mask = causal_mask(last - first, len(latents), x.device)
-            out[first:last] = latent_attention(absorbed[first:last], latents, self.latent_dim, self.scale, mask)
+        tables = [sequence.table for sequence in batch.sequences]
+        out = latent_attention(absorbed, rows, self.latent_dim, self.scale, batch.bounds, tables)
         values = torch.bmm(out.transpose(0, 1), self.value_expand).transpose(0, 1)
         return F.linear(values.reshape(len(x), -1), self.output)
 

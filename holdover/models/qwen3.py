@@ -136,8 +136,8 @@ class _Layer:
         q = rotate(F.rms_norm(q, (head_dim,), self.query_norm, eps), cos, sin)
         k = rotate(F.rms_norm(k, (head_dim,), self.key_norm, eps), cos, sin)
         rows = pool.token_views[self.name]
-        rows[batch.slots] = torch.stack([k, v], dim=1)
-        out = torch.empty(len(x), heads, head_dim, dtype=x.dtype, device=x.device)
+        rows[batch.slots] = torch.stack([k, v], dim=1)[: batch.num_tokens]
+        out = torch.zeros(len(x), heads, head_dim, dtype=x.dtype, device=x.device)
         for (first, last), sequence in zip(batch.bounds, batch.sequences, strict=True):
             keys, values = rows.index_select(0, sequence.table).unbind(1)
             mask = causal_mask(last - first, len(keys), x.device)

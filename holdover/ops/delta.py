@@ -41,7 +41,7 @@ def kimi_delta_attention(
     gate: [tokens, heads * head_dim], before its sigmoid. conv_weight: float32 [conv_kernel, 3 * heads * head_dim].
     norm_weight: float32 [head_dim]. recurrent: float32 view [max_running, heads, head_dim, head_dim].
     conv_tail: view [max_running, conv_kernel - 1, 3 * heads * head_dim], in mixed's dtype: the last inputs.
-    Returns [tokens, heads * head_dim] in mixed's dtype.
+    Returns [tokens, heads * head_dim] in mixed's dtype; zero for tokens of no sequence.
     Source: Kimi Team, "Kimi Linear" (2025), section 3: S <- (I - beta k k^T) diag(decay) S + beta k v^T, o = S^T q.
     """
     if mixed.device.type == "cpu" and (library := native.library()) is not None:
@@ -71,7 +71,7 @@ def _native(
     gate, decay, beta = gate.contiguous(), decay.contiguous(), beta.contiguous()
     assert mixed.stride(1) == 1 and mixed.dtype in (torch.float32, torch.bfloat16)
     assert conv_tail.dtype == mixed.dtype == gate.dtype and recurrent.dtype == torch.float32
-    out = torch.empty(tokens, heads * head_dim, dtype=mixed.dtype)
+    out = torch.zeros(tokens, heads * head_dim, dtype=mixed.dtype)
     live, pointer, long = sequences.live, ctypes.c_void_p, ctypes.c_int64
     work = tokens * heads * head_dim * head_dim
     status = library.holdover_kimi_delta(
@@ -103,7 +103,7 @@ def kimi_delta_attention_torch(
     """The same in PyTorch, for devices with no kernel of their own. Arguments as `kimi_delta_attention`."""
     tokens, heads, head_dim = decay.shape
     kernel = conv_weight.shape[0]
-    out = torch.empty(tokens, heads, head_dim, dtype=torch.float32, device=mixed.device)
+    out = torch.zeros(tokens, heads, head_dim, dtype=torch.float32, device=mixed.device)
     for i, row in enumerate(sequences.live_rows.tolist()):
         first, last = int(sequences.starts[i]), int(sequences.starts[i + 1])
         inputs = torch.cat([conv_tail[row], mixed[first:last]])

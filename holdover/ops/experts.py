@@ -1,7 +1,11 @@
 """Mixture of experts: routing, and the experts' feed-forward layers over tokens sorted by expert."""
 
+from itertools import accumulate
+
 import torch
 import torch.nn.functional as F
+
+from holdover.ops.shapes import padded_length, pads_shapes
 
 
 def route_sigmoid(
@@ -52,20 +56,23 @@ def experts_feed_forward(
     chosen = experts.flatten()
     order = chosen.argsort(stable=True)
     counts = torch.bincount(chosen, minlength=num_experts).tolist()
-    rows = x.index_select(0, order // top_k)
+    room = [padded_length(count) if count else 0 for count in counts] if pads_shapes(x) else counts
+    starts = list(accumulate(room, initial=0))
+    # Place of each sorted choice: behind those of the experts before, whose room may be longer than their count.
+    shift = [start - before for start, before in zip(starts, accumulate(counts, initial=0), strict=True)]
+    place = torch.arange(len(chosen), device=x.device)
+    if room != counts:
+        place += torch.repeat_interleave(torch.tensor(shift[:-1]), torch.tensor(counts))
+    rows = torch.zeros(starts[-1], x.shape[1], dtype=x.dtype, device=x.device)
+    rows[place] = x.index_select(0, order // top_k)
     inner = torch.empty(len(rows), width, dtype=x.dtype, device=x.device)
-    first = 0
-    for expert, count in enumerate(counts):
-        if count:
-            torch.mm(rows[first : first + count], gate_up[expert], out=inner[first : first + count])
-            first += count
+    spans = [(expert, start, start + size) for expert, (start, size) in enumerate(zip(starts, room, strict=False)) if size]
+    for expert, first, last in spans:
+        torch.mm(rows[first:last], gate_up[expert], out=inner[first:last])
     gate, up = inner.chunk(2, dim=-1)
     activated = F.silu(gate).mul_(up)
-    first = 0
-    for expert, count in enumerate(counts):
-        if count:
-            torch.mm(activated[first : first + count], down[expert], out=rows[first : first + count])
-            first += count
-    by_choice = torch.empty_like(rows)
-    by_choice[order] = rows
+    for expert, first, last in spans:
+        torch.mm(activated[first:last], down[expert], out=rows[first:last])
+    by_choice = torch.empty(len(chosen), x.shape[1], dtype=x.dtype, device=x.device)
+    by_choice[order] = rows.index_select(0, place)
     return torch.bmm(weights.to(x.dtype).unsqueeze(1), by_choice.view(num_tokens, top_k, -1)).squeeze(1)

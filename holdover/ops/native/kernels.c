@@ -6,6 +6,7 @@
 
 #include <math.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 #define MAX_HEAD_DIM 256
@@ -155,4 +156,91 @@ int holdover_kimi_delta(const void *mixed, int64_t mixed_stride, const float *de
                    starts[sequence], starts[sequence + 1], num_heads, head, d, kernel, bf16);
     }
     return 0;
+}
+
+// Latent attention of one new token per sequence, reading the rows where they lie. Keys are taken in blocks, with a
+// running maximum (online softmax), so that memory use does not depend on the length.
+
+#define KEY_BLOCK 32
+#define MAX_ROW 1024
+#define MAX_HEADS 64
+#define TILE 64
+
+static int latent_token(const void *q, const char *rows, int64_t row_stride, const int64_t *table, int64_t keys,
+                        int heads, int width, int latent, float scale, void *out, int bf16) {
+    // Per head: the query, the weighted sum so far, the highest score and the sum of weights.
+    float *space = malloc(sizeof(float) * (size_t)(heads * (width + latent) + KEY_BLOCK * width));
+    if (space == NULL) return -2;
+    float *query = space, *sums = query + heads * width, *block = sums + heads * latent;
+    float most[MAX_HEADS], total[MAX_HEADS], score[KEY_BLOCK];
+    load_row(query, q, 0, heads * width, bf16);
+    memset(sums, 0, sizeof(float) * (size_t)(heads * latent + KEY_BLOCK * width));
+    for (int head = 0; head < heads; head++) {
+        most[head] = -INFINITY;
+        total[head] = 0.0f;
+    }
+    for (int64_t first = 0; first < keys; first += KEY_BLOCK) {
+        const int count = keys - first < KEY_BLOCK ? (int)(keys - first) : KEY_BLOCK;
+        for (int i = 0; i < count; i++)
+            load_row(block + i * width, rows + table[first + i] * row_stride, 0, width, bf16);
+        for (int head = 0; head < heads; head++) {
+            const float *restrict mine = query + head * width;
+            float *restrict sum = sums + head * latent;
+            float highest = most[head];
+            for (int i = 0; i < count; i += 4) {  // rows past `count` are old ones: computed, and not used
+                const float *restrict row = block + i * width;
+                float a = 0.0f, b = 0.0f, c = 0.0f, d = 0.0f;
+#pragma omp simd reduction(+ : a, b, c, d)
+                for (int j = 0; j < width; j++) {
+                    a += mine[j] * row[j];
+                    b += mine[j] * row[width + j];
+                    c += mine[j] * row[2 * width + j];
+                    d += mine[j] * row[3 * width + j];
+                }
+                score[i] = a * scale;
+                score[i + 1] = b * scale;
+                score[i + 2] = c * scale;
+                score[i + 3] = d * scale;
+            }
+            for (int i = 0; i < count; i++) highest = score[i] > highest ? score[i] : highest;
+            const float shrink = exp_single(most[head] - highest);
+            most[head] = highest;
+            for (int i = 0; i < count; i++) score[i] = exp_single(score[i] - highest);
+            float weights = total[head] * shrink;
+            for (int i = 0; i < count; i++) weights += score[i];
+            total[head] = weights;
+            int c = 0;
+            for (; c + TILE <= latent; c += TILE) {
+                float part[TILE];
+                for (int j = 0; j < TILE; j++) part[j] = sum[c + j] * shrink;
+                for (int i = 0; i < count; i++)
+                    for (int j = 0; j < TILE; j++) part[j] = fmaf(score[i], block[i * width + c + j], part[j]);
+                for (int j = 0; j < TILE; j++) sum[c + j] = part[j];
+            }
+            for (; c < latent; c++) {
+                float part = sum[c] * shrink;
+                for (int i = 0; i < count; i++) part = fmaf(score[i], block[i * width + c], part);
+                sum[c] = part;
+            }
+        }
+    }
+    for (int head = 0; head < heads; head++)
+        for (int c = 0; c < latent; c++) sums[head * latent + c] /= total[head];
+    store_row(out, 0, sums, heads * latent, bf16);
+    free(space);
+    return 0;
+}
+
+int holdover_latent_tokens(const void *q, const char *rows, int64_t row_stride, const int64_t *const *tables,
+                           const int64_t *lengths, const int64_t *tokens, int num_sequences, int heads, int width,
+                           int latent, float scale, void *out, int bf16, int num_threads) {
+    if (width > MAX_ROW || latent > width || heads > MAX_HEADS) return -1;
+    const int size = bf16 ? 2 : 4;
+    int status = 0;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(num_threads) if (num_threads > 1)
+    for (int i = 0; i < num_sequences; i++)
+        if (latent_token((const char *)q + tokens[i] * heads * width * size, rows, row_stride, tables[i], lengths[i],
+                         heads, width, latent, scale, (char *)out + tokens[i] * heads * latent * size, bf16))
+            status = -2;
+    return status;
 }

@@ -1,0 +1,21 @@
+"""Shapes that matrix products are padded to.
+
+On the CPU, bfloat16 products are compiled for each shape that is new to the process, at almost a millisecond each,
+many times what a small product takes. Batches of agents' turns have ever new shapes; so sizes are rounded up to one of
+a few. See docs/design/cpu-kernels.md for the measurement.
+"""
+
+import torch
+
+FINE_STEP, FINE_LIMIT, COARSE_STEP = 16, 128, 64
+
+
+def pads_shapes(x: torch.Tensor) -> bool:
+    """Whether products with this tensor gain from padding."""
+    return x.device.type == "cpu" and x.dtype == torch.bfloat16
+
+
+def padded_length(length: int) -> int:
+    """The size that `length` rows are padded to."""
+    step = FINE_STEP if length <= FINE_LIMIT else COARSE_STEP
+    return -(-length // step) * step
