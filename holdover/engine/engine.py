@@ -194,20 +194,9 @@ class Engine:
             if on_device:
                 sequence.usage.reused["device"] = on_device
             self.counters.prompt_tokens_reused_device += on_device
-        if sequence.returns_checked:
-            return
+        if match.followed_response is not None and not sequence.returns_checked:
+            self.returns.observe(match.followed_response)
         sequence.returns_checked = True
-        node = self.tree.root(sequence.space)
-        while node.end < match.known:
-            child = node.children[int(sequence.tokens[node.end])]
-            if child.generated:
-                self.returns.observe(True)
-                return
-            if child.end > match.known:
-                break
-            node = child
-        if node.end == match.known < sequence.prompt_end and any(each.generated for each in node.children.values()):
-            self.returns.observe(False)
 
     def _run(self, works: list[Work]) -> None:
         logits = self.runner.run(works)

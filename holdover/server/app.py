@@ -86,6 +86,7 @@ class Server:
             "owned_by": "holdover",
             "max_model_len": ready.context_length,
             "max_request_tokens": ready.max_request_tokens,
+            "vocab_size": ready.vocab_size,
             "bytes_per_token": ready.bytes_per_token,
             "bytes_per_snapshot": ready.bytes_per_snapshot,
         }

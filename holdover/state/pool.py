@@ -41,6 +41,9 @@ class DevicePool:
         self.live = torch.zeros(max_running, self.live_bytes, dtype=torch.uint8, device=device)
         self.token_views = {part.spec.name: part.view(self.arena) for part in layout.token_fields}
         self.live_views = {part.spec.name: part.view(self.live) for part in layout.snapshot_fields}
+        # On the CPU, copies go through numpy: PyTorch would start a team of threads for each thread that copies, and the
+        # teams would spin against the model's.
+        self._host = self.arena.numpy() if device.type == "cpu" else None
         self._free: Slots = np.arange(self.num_slots, dtype=np.int64)[::-1].copy()
         self._num_free = self.num_slots
         self.peak_used = 0
@@ -80,16 +83,29 @@ class DevicePool:
         return self._free[: self._num_free].copy()
 
     def read_rows(self, slots: Slots) -> torch.Tensor:
-        """Copy out token rows: uint8 [len(slots), slot_bytes]."""
-        return self.arena.index_select(0, torch.from_numpy(slots).to(self.arena.device))
+        """Copy out token rows: uint8 [len(slots), slot_bytes], on the CPU."""
+        if self._host is None:
+            return self.arena.index_select(0, torch.from_numpy(slots).to(self.arena.device)).cpu()
+        return torch.from_numpy(self._host.take(slots, axis=0))
+
+    def copy_rows(self, slots: Slots, place: torch.Tensor) -> None:
+        """Copy token rows to `place`: uint8 [len(slots), slot_bytes], on the CPU."""
+        if self._host is None:
+            place.copy_(self.read_rows(slots))
+        else:
+            self._host.take(slots, axis=0, out=place.numpy(), mode="clip")
 
     def write_rows(self, slots: Slots, rows: torch.Tensor) -> None:
         """Copy in token rows: uint8 [len(slots), slot_bytes]."""
-        self.arena.index_copy_(0, torch.from_numpy(slots).to(self.arena.device), rows.to(self.arena.device))
+        if self._host is None:
+            self.arena.index_copy_(0, torch.from_numpy(slots).to(self.arena.device), rows.to(self.arena.device))
+        else:
+            self._host[slots] = rows.numpy()
 
-    def read_snapshot(self, slots: Slots) -> torch.Tensor:
-        """Copy out a kept snapshot: uint8 [bytes_per_snapshot]."""
-        return self.read_rows(slots).flatten()[: self.layout.bytes_per_snapshot]
+    def copy_snapshot(self, slots: Slots, place: torch.Tensor) -> None:
+        """Copy a kept snapshot to `place`: uint8 [bytes_per_snapshot], on the CPU."""
+        rows = self.read_rows(slots).flatten()[: self.layout.bytes_per_snapshot]
+        np.copyto(place.numpy(), rows.numpy())
 
     def keep_snapshot(self, live_row: int, slots: Slots) -> None:
         """Copy a live state into slots: the snapshot of the position that the live state is at."""
@@ -101,7 +117,10 @@ class DevicePool:
 
     def fill_live(self, live_row: int, snapshot: torch.Tensor) -> None:
         """Copy a loaded snapshot, uint8 [bytes_per_snapshot], into a live state."""
-        self.live[live_row, : self.layout.bytes_per_snapshot] = snapshot.to(self.live.device)
+        if self._host is None:
+            self.live[live_row, : self.layout.bytes_per_snapshot] = snapshot.to(self.live.device)
+        else:
+            self.live.numpy()[live_row, : self.layout.bytes_per_snapshot] = snapshot.numpy()
 
     def clear_live(self, live_row: int) -> None:
         """Make a live state that of position 0."""

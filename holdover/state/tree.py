@@ -81,11 +81,14 @@ class Match:
 
     known: tokens that some sequence had in common. position: tokens that need no compute, because every kind of state
     is whole there. node: where `position` lies; it ends there, or (only for models that resume anywhere) covers it.
+    followed_response: whether the tokens go on along a kept response, or (False) turn away where one begins; None if
+    they meet none.
     """
 
     known: int
     position: int
     node: Node
+    followed_response: bool | None = None
 
 
 def common_length(a: Tokens, b: Tokens) -> int:
@@ -137,12 +140,16 @@ class PrefixTree:
         """How far `tokens` are known, and from where they can be resumed."""
         node, position, whole = root, 0, True
         resume, resume_node = 0, root
+        followed: bool | None = None
         while position < len(tokens):
             child = node.children.get(int(tokens[position]))
             if child is None:
+                if any(each.generated for each in node.children.values()):
+                    followed = bool(followed)
                 break
             length = common_length(child.tokens, tokens[position : position + len(child.tokens)])
             position += length
+            followed = followed or child.generated or None
             whole = whole and child.rows_available
             if whole and (not self.layout.recurrent or (length == len(child.tokens) and child.snapshot_available)):
                 resume, resume_node = position, child
@@ -155,7 +162,7 @@ class PrefixTree:
                 resume -= 1
                 if resume <= resume_node.start:
                     resume_node = resume_node.parent or root
-        return Match(known=position, position=resume, node=resume_node)
+        return Match(known=position, position=resume, node=resume_node, followed_response=followed)
 
     def node_at(self, match: Match) -> Node:
         """The node that ends at the match's position; splits the one that covers it."""

@@ -191,10 +191,10 @@ class Store:
         self._done(result)
 
     def _copy_rows(self, slots: Slots, place: torch.Tensor) -> None:
-        place.copy_(self.pool.read_rows(slots)[:, : self.layout.bytes_per_token])
+        self.pool.copy_rows(slots, place)
 
     def _copy_snapshot(self, slots: Slots, place: torch.Tensor) -> None:
-        place.copy_(self.pool.read_snapshot(slots))
+        self.pool.copy_snapshot(slots, place)
 
     def _fault(self, tier: Tier, error: TierError) -> None:
         """A tier that fails is left alone for a while; serving goes on without it."""

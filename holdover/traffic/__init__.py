@@ -1,0 +1,1 @@
+"""Traffic: recorded agent sessions, read, replayed against any server, and reported."""
