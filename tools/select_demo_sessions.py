@@ -2,9 +2,10 @@
 
     python tools/select_demo_sessions.py TRACES_FOLDER
 
-The WEKA sessions are the first 96, in the order of their ids, that have at least 16 requests of their own (sub-agents
-not counted) of which none is longer than 3,000 blocks (192,000 tokens). Of each, the first 16 requests are kept, with
-the fields that a replay reads. tau-bench is taken as it is.
+The WEKA sessions are the first 96, in the order of their ids, that have at least 24 requests of their own (sub-agents
+not counted) of which none is longer than 3,000 blocks (192,000 tokens) and none was answered with more than 4,000
+tokens: one answer of many thousand tokens, made one after the other, would outlast everything else in a short run. Of
+each, the first 24 requests are kept, with the fields that a replay reads. tau-bench is taken as it is.
 """
 
 import io
@@ -14,7 +15,7 @@ import sys
 import tarfile
 from pathlib import Path
 
-SESSIONS, TURNS, MOST_BLOCKS = 96, 16, 3000
+SESSIONS, TURNS, MOST_BLOCKS, MOST_OUTPUT = 96, 24, 3000, 4000
 KEEP_SESSION = ("id", "block_size", "hash_id_scope", "tool_tokens", "system_tokens")
 KEEP_REQUEST = ("t", "in", "out", "hash_ids", "think_time", "api_time")
 DATA = Path(__file__).parent.parent / "holdover" / "demo" / "data"
@@ -31,6 +32,8 @@ def main(folder: Path) -> None:
             session = json.load(content)
             requests = [request for request in session["requests"] if request.get("hash_ids")][:TURNS]
             if len(requests) < TURNS or max(len(request["hash_ids"]) for request in requests) > MOST_BLOCKS:
+                continue
+            if max(request["out"] for request in requests) > MOST_OUTPUT:
                 continue
             kept = {key: session[key] for key in KEEP_SESSION}
             kept["requests"] = [{key: request[key] for key in KEEP_REQUEST if key in request} for request in requests]

@@ -17,7 +17,7 @@ from holdover.errors import HoldoverError
 from holdover.models.loader import SERVED_DTYPES
 from holdover.traffic.command import write_json
 
-FULL_TURNS, QUICK_TURNS, QUICK_AGENTS = 16, 8, 24
+FULL_TURNS, QUICK_TURNS, QUICK_AGENTS = 24, 8, 24
 
 
 def run_demo(

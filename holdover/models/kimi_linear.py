@@ -13,6 +13,7 @@ from holdover.models.loader import Weights, positive, require
 from holdover.ops.attention import latent_attention
 from holdover.ops.delta import kimi_delta_attention
 from holdover.ops.experts import experts_feed_forward, gated_feed_forward, route_sigmoid
+from holdover.ops.norm import rms_norm
 from holdover.state.layout import LAST_HIDDEN, ArraySpec, Layout
 from holdover.state.pool import DevicePool
 
@@ -39,7 +40,7 @@ class KimiLinear:
         self.layers = [
             _Layer(config, i, weights, place, self.eps) for i in range(config["num_hidden_layers"])
         ]
-        self.norm = place(weights.take("model.norm.weight", (hidden,)))
+        self.norm = place(weights.take("model.norm.weight", (hidden,)), torch.float32)
         self.head = (
             self.embedding
             if config.get("tie_word_embeddings")
@@ -59,9 +60,9 @@ class KimiLinear:
     def forward(self, batch: Batch, pool: DevicePool) -> torch.Tensor:
         x = F.embedding(batch.token_ids, self.embedding)
         for layer in self.layers:
-            x = x + layer.attention.forward(F.rms_norm(x, x.shape[-1:], layer.input_norm, self.eps), batch, pool)
-            x = x + layer.feed_forward(F.rms_norm(x, x.shape[-1:], layer.post_norm, self.eps))
-        return F.rms_norm(x, x.shape[-1:], self.norm, self.eps)
+            x = x + layer.attention.forward(rms_norm(x, layer.input_norm, self.eps), batch, pool)
+            x = x + layer.feed_forward(rms_norm(x, layer.post_norm, self.eps))
+        return rms_norm(x, self.norm, self.eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return F.linear(hidden, self.head).float()
@@ -126,8 +127,8 @@ def _normalised(config: dict[str, Any]) -> dict[str, Any]:
 class _Layer:
     def __init__(self, config: dict[str, Any], index: int, weights: Weights, place: Any, eps: float) -> None:
         prefix, hidden = f"model.layers.{index}", config["hidden_size"]
-        self.input_norm = place(weights.take(f"{prefix}.input_layernorm.weight", (hidden,)))
-        self.post_norm = place(weights.take(f"{prefix}.post_attention_layernorm.weight", (hidden,)))
+        self.input_norm = place(weights.take(f"{prefix}.input_layernorm.weight", (hidden,)), torch.float32)
+        self.post_norm = place(weights.take(f"{prefix}.post_attention_layernorm.weight", (hidden,)), torch.float32)
         attention = LatentAttention if config["layer_types"][index] == "full_attention" else DeltaAttention
         self.attention: LatentAttention | DeltaAttention = attention(config, index, weights, place, eps)
         sparse = config["mlp_layer_types"][index] == "sparse"
@@ -189,9 +190,8 @@ class Experts:
             renormalize=self.renormalize,
             scaling=self.scaling,
         )
-        return experts_feed_forward(x, routed, experts, self.gate_up, self.down) + gated_feed_forward(
-            x, self.shared_gate_up, self.shared_down
-        )
+        shared = gated_feed_forward(x, self.shared_gate_up, self.shared_down)
+        return experts_feed_forward(x, routed, experts, self.gate_up, self.down, shared)
 
 
 class LatentAttention:
@@ -212,12 +212,12 @@ class LatentAttention:
             self.query_down = None
         else:
             self.query_down = place(weights.take(f"{prefix}.q_a_proj.weight", (rank, hidden)))
-            self.query_norm = place(weights.take(f"{prefix}.q_a_layernorm.weight", (rank,)))
+            self.query_norm = place(weights.take(f"{prefix}.q_a_layernorm.weight", (rank,)), torch.float32)
             self.query = place(weights.take(f"{prefix}.q_b_proj.weight", (width, rank)))
         self.latent = place(
             weights.take(f"{prefix}.kv_a_proj_with_mqa.weight", (self.latent_dim + self.shared_dim, hidden))
         )
-        self.latent_norm = place(weights.take(f"{prefix}.kv_a_layernorm.weight", (self.latent_dim,)))
+        self.latent_norm = place(weights.take(f"{prefix}.kv_a_layernorm.weight", (self.latent_dim,)), torch.float32)
         expand = weights.take(
             f"{prefix}.kv_b_proj.weight", (self.heads * (self.nope_dim + self.value_dim), self.latent_dim)
         ).view(self.heads, self.nope_dim + self.value_dim, self.latent_dim)
@@ -231,14 +231,13 @@ class LatentAttention:
     def forward(self, x: torch.Tensor, batch: Batch, pool: DevicePool) -> torch.Tensor:
         if self.query_down is not None:
             low = F.linear(x, self.query_down)
-            q = F.linear(F.rms_norm(low, low.shape[-1:], self.query_norm, LATENT_NORM_EPS), self.query)
+            q = F.linear(rms_norm(low, self.query_norm, LATENT_NORM_EPS), self.query)
         else:
             q = F.linear(x, self.query)
         q = q.view(len(x), self.heads, -1)
         new = F.linear(x, self.latent)
-        new[:, : self.latent_dim] = F.rms_norm(
-            new[:, : self.latent_dim], (self.latent_dim,), self.latent_norm, LATENT_NORM_EPS
-        )
+        latent = new[:, : self.latent_dim]
+        latent.copy_(rms_norm(latent.contiguous(), self.latent_norm, LATENT_NORM_EPS))
         rows = pool.token_views[self.name]
         rows[batch.slots] = new[: batch.num_tokens]
         absorbed = torch.bmm(q[..., : self.nope_dim].transpose(0, 1), self.key_expand).transpose(0, 1)

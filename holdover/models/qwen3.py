@@ -9,6 +9,7 @@ from holdover.models.base import Batch
 from holdover.models.loader import Weights, positive, require
 from holdover.ops.attention import causal_mask, grouped_query_attention
 from holdover.ops.experts import gated_feed_forward
+from holdover.ops.norm import rms_norm
 from holdover.ops.rope import rope_table, rotate
 from holdover.state.layout import LAST_HIDDEN, ArraySpec, Layout
 from holdover.state.pool import DevicePool
@@ -27,12 +28,12 @@ class Qwen3:
         self.eps: float = config["rms_norm_eps"]
         hidden = config["hidden_size"]
 
-        def place(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.to(device=device, dtype=dtype).contiguous()
+        def place(tensor: torch.Tensor, kind: torch.dtype = dtype) -> torch.Tensor:
+            return tensor.to(device=device, dtype=kind).contiguous()
 
         self.embedding = place(weights.take("model.embed_tokens.weight", (self.vocab_size, hidden)))
         self.layers = [_Layer(config, i, weights, place) for i in range(config["num_hidden_layers"])]
-        self.norm = place(weights.take("model.norm.weight", (hidden,)))
+        self.norm = place(weights.take("model.norm.weight", (hidden,)), torch.float32)
         tied = bool(config["tie_word_embeddings"])
         if tied and weights.has("lm_head.weight"):  # some checkpoints carry the tied copy
             weights.take("lm_head.weight", (self.vocab_size, hidden))
@@ -50,11 +51,11 @@ class Qwen3:
         x = F.embedding(batch.token_ids, self.embedding)
         cos, sin = self.cos[batch.positions], self.sin[batch.positions]
         for layer in self.layers:
-            normed = F.rms_norm(x, x.shape[-1:], layer.input_norm, self.eps)
+            normed = rms_norm(x, layer.input_norm, self.eps)
             x = x + layer.attention(normed, cos, sin, batch, pool, self.eps)
-            normed = F.rms_norm(x, x.shape[-1:], layer.post_norm, self.eps)
+            normed = rms_norm(x, layer.post_norm, self.eps)
             x = x + gated_feed_forward(normed, layer.gate_up, layer.down)
-        return F.rms_norm(x, x.shape[-1:], self.norm, self.eps)
+        return rms_norm(x, self.norm, self.eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return F.linear(hidden, self.head).float()
@@ -106,10 +107,10 @@ class _Layer:
         def take(part: str, *shape: int) -> torch.Tensor:
             return weights.take(f"{prefix}.{part}.weight", shape)
 
-        self.input_norm = place(take("input_layernorm", hidden))
-        self.post_norm = place(take("post_attention_layernorm", hidden))
-        self.query_norm = place(take("self_attn.q_norm", self.head_dim))
-        self.key_norm = place(take("self_attn.k_norm", self.head_dim))
+        self.input_norm = place(take("input_layernorm", hidden), torch.float32)
+        self.post_norm = place(take("post_attention_layernorm", hidden), torch.float32)
+        self.query_norm = place(take("self_attn.q_norm", self.head_dim), torch.float32)
+        self.key_norm = place(take("self_attn.k_norm", self.head_dim), torch.float32)
         width, kv_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
         self.inputs = place(
             torch.cat(
@@ -133,8 +134,8 @@ class _Layer:
     ) -> torch.Tensor:
         heads, kv_heads, head_dim = self.heads, self.kv_heads, self.head_dim
         q, k, v = F.linear(x, self.inputs).view(len(x), -1, head_dim).split([heads, kv_heads, kv_heads], 1)
-        q = rotate(F.rms_norm(q, (head_dim,), self.query_norm, eps), cos, sin)
-        k = rotate(F.rms_norm(k, (head_dim,), self.key_norm, eps), cos, sin)
+        q = rotate(rms_norm(q.contiguous(), self.query_norm, eps), cos, sin)
+        k = rotate(rms_norm(k.contiguous(), self.key_norm, eps), cos, sin)
         rows = pool.token_views[self.name]
         rows[batch.slots] = torch.stack([k, v], dim=1)[: batch.num_tokens]
         out = torch.zeros(len(x), heads, head_dim, dtype=x.dtype, device=x.device)

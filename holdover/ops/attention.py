@@ -56,14 +56,43 @@ def latent_attention(
     """
     tokens, heads, _ = q.shape
     out = torch.zeros(tokens, heads, latent_dim, dtype=q.dtype, device=q.device)
+    library = native.library() if q.device.type == "cpu" else None
     single = [i for i, (first, last) in enumerate(bounds) if last - first == 1]
-    library = native.library() if q.device.type == "cpu" and single else None
-    if library is not None:
+    if library is not None and single:
         _native_tokens(library, q, rows, latent_dim, scale, [bounds[i][0] for i in single], [tables[i] for i in single], out)
+    matrix_unit = (
+        library is not None
+        and q.dtype == torch.bfloat16
+        and q.shape[2] % 32 == latent_dim % 32 == 0
+        and bool(library.holdover_matrix_unit())
+    )
     for (first, last), table in zip(bounds, tables, strict=True):
-        if last - first > 1 or library is None:
+        if last - first == 1 and library is not None:
+            continue
+        if matrix_unit and library is not None:
+            _native_chunk(library, q[first:last], rows, latent_dim, scale, table, out[first:last])
+        else:
             _latent_chunk(q[first:last], rows, latent_dim, scale, table, out[first:last])
     return out
+
+
+def _native_chunk(
+    library: ctypes.CDLL,
+    q: torch.Tensor,
+    rows: torch.Tensor,
+    latent_dim: int,
+    scale: float,
+    table: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    q = q.contiguous()
+    status = library.holdover_latent_chunk(
+        ctypes.c_void_p(q.data_ptr()), ctypes.c_void_p(rows.data_ptr()), ctypes.c_int64(rows.stride(0) * 2),
+        ctypes.c_void_p(table.data_ptr()), ctypes.c_int64(len(table)), ctypes.c_int64(len(q)), q.shape[1], q.shape[2],
+        latent_dim, ctypes.c_float(scale), ctypes.c_void_p(out.data_ptr()), torch.get_num_threads(),
+    )  # fmt: skip
+    if status != 0:
+        raise MemoryError(f"attention over {len(table)} keys failed (status {status})")
 
 
 def _latent_chunk(

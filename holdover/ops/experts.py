@@ -1,10 +1,13 @@
 """Mixture of experts: routing, and the experts' feed-forward layers over tokens sorted by expert."""
 
+import ctypes
 from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 
+from holdover.ops import native
+from holdover.ops.norm import threads_for
 from holdover.ops.shapes import padded_length, pads_shapes
 
 
@@ -37,42 +40,93 @@ def route_sigmoid(
     return weights * scaling, experts
 
 
+def gated_silu(inner: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up. inner: [tokens, 2 * dim], gate first. Returns [tokens, dim]."""
+    tokens, width = inner.shape
+    library = native.library() if inner.device.type == "cpu" and inner.is_contiguous() else None
+    if library is None:
+        gate, up = inner.chunk(2, dim=-1)
+        return F.silu(gate) * up
+    out = torch.empty(tokens, width // 2, dtype=inner.dtype)
+    library.holdover_gated_silu(
+        ctypes.c_void_p(inner.data_ptr()), ctypes.c_void_p(out.data_ptr()), ctypes.c_int64(tokens), width // 2,
+        int(inner.dtype == torch.bfloat16), threads_for(inner.numel()),
+    )  # fmt: skip
+    return out
+
+
 def gated_feed_forward(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
     """SwiGLU. x: [tokens, hidden]; gate_up: [2 * intermediate, hidden]; down: [hidden, intermediate]."""
-    gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
-    return F.linear(F.silu(gate) * up, down)
+    return F.linear(gated_silu(F.linear(x, gate_up)), down)
 
 
 def experts_feed_forward(
-    x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    shared: torch.Tensor,
 ) -> torch.Tensor:
-    """Each token through its experts, weighted and summed.
+    """Each token through its experts, weighted and summed, on top of what the shared expert gave.
 
-    x: [tokens, hidden]; weights, experts: [tokens, top_k]; gate_up: [experts, hidden, 2 * intermediate];
-    down: [experts, intermediate, hidden]. Returns [tokens, hidden].
+    x, shared: [tokens, hidden]; weights: float32 [tokens, top_k]; experts: int64 [tokens, top_k];
+    gate_up: [experts, hidden, 2 * intermediate]; down: [experts, intermediate, hidden]. Returns [tokens, hidden].
     """
-    num_tokens, top_k = experts.shape
-    num_experts, _, width = gate_up.shape
-    chosen = experts.flatten()
-    order = chosen.argsort(stable=True)
-    counts = torch.bincount(chosen, minlength=num_experts).tolist()
+    counts = torch.bincount(experts.flatten(), minlength=len(gate_up)).tolist()
     room = [padded_length(count) if count else 0 for count in counts] if pads_shapes(x) else counts
     starts = list(accumulate(room, initial=0))
-    # Place of each sorted choice: behind those of the experts before, whose room may be longer than their count.
-    shift = [start - before for start, before in zip(starts, accumulate(counts, initial=0), strict=True)]
-    place = torch.arange(len(chosen), device=x.device)
-    if room != counts:
-        place += torch.repeat_interleave(torch.tensor(shift[:-1]), torch.tensor(counts))
-    rows = torch.zeros(starts[-1], x.shape[1], dtype=x.dtype, device=x.device)
-    rows[place] = x.index_select(0, order // top_k)
-    inner = torch.empty(len(rows), width, dtype=x.dtype, device=x.device)
+    library = native.library() if x.device.type == "cpu" and x.is_contiguous() else None
+    rows, place = _dispatch(x, experts, counts, starts, library)
+    inner = torch.empty(len(rows), gate_up.shape[2], dtype=x.dtype, device=x.device)
     spans = [(expert, start, start + size) for expert, (start, size) in enumerate(zip(starts, room, strict=False)) if size]
     for expert, first, last in spans:
         torch.mm(rows[first:last], gate_up[expert], out=inner[first:last])
-    gate, up = inner.chunk(2, dim=-1)
-    activated = F.silu(gate).mul_(up)
+    activated = gated_silu(inner)
     for expert, first, last in spans:
         torch.mm(activated[first:last], down[expert], out=rows[first:last])
-    by_choice = torch.empty(len(chosen), x.shape[1], dtype=x.dtype, device=x.device)
-    by_choice[order] = rows.index_select(0, place)
-    return torch.bmm(weights.to(x.dtype).unsqueeze(1), by_choice.view(num_tokens, top_k, -1)).squeeze(1)
+    return _combine(rows, place, weights, shared, library)
+
+
+def _dispatch(
+    x: torch.Tensor, experts: torch.Tensor, counts: list[int], starts: list[int], library: ctypes.CDLL | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of x sorted by expert, expert e's from `starts[e]` on, and the row of each choice, int64 [tokens * top_k]."""
+    num_tokens, top_k = experts.shape
+    if library is not None:
+        rows = torch.empty(starts[-1], x.shape[1], dtype=x.dtype)
+        place = torch.empty(num_tokens * top_k, dtype=torch.int64)
+        edges = (ctypes.c_int64 * len(starts))(*starts)
+        experts = experts.contiguous()
+        library.holdover_dispatch(
+            ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(experts.data_ptr()), edges, ctypes.c_void_p(rows.data_ptr()),
+            ctypes.c_void_p(place.data_ptr()), ctypes.c_int64(num_tokens), top_k, len(counts),
+            ctypes.c_int64(x.shape[1] * x.itemsize), threads_for(rows.numel()),
+        )  # fmt: skip
+        return rows, place
+    order = experts.flatten().argsort(stable=True)
+    behind = torch.tensor(starts[:-1]) - torch.tensor(list(accumulate(counts, initial=0))[:-1])
+    sorted_place = torch.arange(num_tokens * top_k) + torch.repeat_interleave(behind, torch.tensor(counts))
+    rows = torch.zeros(starts[-1], x.shape[1], dtype=x.dtype, device=x.device)
+    sorted_place = sorted_place.to(x.device)
+    rows[sorted_place] = x.index_select(0, order // top_k)
+    place = torch.empty_like(sorted_place)
+    place[order] = sorted_place
+    return rows, place
+
+
+def _combine(
+    rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor, library: ctypes.CDLL | None
+) -> torch.Tensor:
+    num_tokens, top_k = weights.shape
+    if library is not None:
+        out = torch.empty_like(shared)
+        weights = weights.contiguous()
+        library.holdover_combine(
+            ctypes.c_void_p(rows.data_ptr()), ctypes.c_void_p(place.data_ptr()), ctypes.c_void_p(weights.data_ptr()),
+            ctypes.c_void_p(shared.data_ptr()), ctypes.c_void_p(out.data_ptr()), ctypes.c_int64(num_tokens), top_k,
+            rows.shape[1], int(rows.dtype == torch.bfloat16), threads_for(rows.numel()),
+        )  # fmt: skip
+        return out
+    chosen = rows.index_select(0, place).view(num_tokens, top_k, -1)
+    return (shared.float() + torch.einsum("tk,tkh->th", weights, chosen.float())).to(shared.dtype)

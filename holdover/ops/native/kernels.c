@@ -244,3 +244,266 @@ int holdover_latent_tokens(const void *q, const char *rows, int64_t row_stride, 
             status = -2;
     return status;
 }
+
+// Small steps between matrix products, each one pass over its rows.
+
+int holdover_rms_norm(const void *x, const float *weight, float eps, void *out, int64_t rows, int dim, int bf16,
+                      int num_threads) {
+    if (dim > 16384) return -1;
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)
+    for (int64_t row = 0; row < rows; row++) {
+        float y[dim];
+        load_row(y, x, row * dim, dim, bf16);
+        float square = 0.0f;
+#pragma omp simd reduction(+ : square)
+        for (int c = 0; c < dim; c++) square += y[c] * y[c];
+        const float scale = 1.0f / sqrtf(square / dim + eps);
+        for (int c = 0; c < dim; c++) y[c] *= scale * weight[c];
+        store_row(out, row * dim, y, dim, bf16);
+    }
+    return 0;
+}
+
+int holdover_gated_silu(const void *inner, void *out, int64_t rows, int dim, int bf16, int num_threads) {
+    if (dim > 65536) return -1;
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)
+    for (int64_t row = 0; row < rows; row++) {
+        float gate[256], up[256];
+        for (int c = 0; c < dim; c += 256) {
+            const int n = dim - c < 256 ? dim - c : 256;
+            load_row(gate, inner, row * 2 * dim + c, n, bf16);
+            load_row(up, inner, row * 2 * dim + dim + c, n, bf16);
+            for (int i = 0; i < n; i++) gate[i] = gate[i] * sigmoid(gate[i]) * up[i];
+            store_row(out, row * dim + c, gate, n, bf16);
+        }
+    }
+    return 0;
+}
+
+// Sorts tokens by expert. Row `starts[e] + i` of `rows` is the i-th token that chose expert e; what is left of the
+// expert's room is zero. `place[choice]` is the row of each choice.
+int holdover_dispatch(const void *x, const int64_t *experts, const int64_t *starts, void *rows, int64_t *place,
+                      int64_t tokens, int top_k, int num_experts, int64_t row_bytes, int num_threads) {
+    if (num_experts > 4096) return -1;
+    int64_t next[num_experts];
+    for (int e = 0; e < num_experts; e++) next[e] = starts[e];
+    for (int64_t i = 0; i < tokens * top_k; i++) place[i] = next[experts[i]]++;
+    for (int e = 0; e < num_experts; e++)
+        memset((char *)rows + next[e] * row_bytes, 0, (starts[e + 1] - next[e]) * row_bytes);
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)
+    for (int64_t i = 0; i < tokens * top_k; i++)
+        memcpy((char *)rows + place[i] * row_bytes, (const char *)x + (i / top_k) * row_bytes, row_bytes);
+    return 0;
+}
+
+int holdover_combine(const void *rows, const int64_t *place, const float *weights, const void *shared, void *out,
+                     int64_t tokens, int top_k, int dim, int bf16, int num_threads) {
+    if (dim > 16384) return -1;
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)
+    for (int64_t t = 0; t < tokens; t++) {
+        float sum[dim], row[dim];
+        load_row(sum, shared, t * dim, dim, bf16);
+        for (int k = 0; k < top_k; k++) {
+            const float w = weights[t * top_k + k];
+            load_row(row, rows, place[t * top_k + k] * dim, dim, bf16);
+            for (int c = 0; c < dim; c++) sum[c] = fmaf(w, row[c], sum[c]);
+        }
+        store_row(out, t * dim, sum, dim, bf16);
+    }
+    return 0;
+}
+
+// Latent attention of a chunk, on the matrix unit of the processor (AMX, bfloat16).
+//
+// Row r of the queries is head r % heads of query r / heads, which sees keys up to start + r / heads. Keys are packed
+// twice, in the two orders that the matrix unit reads: for scores by key columns, for values by key pairs.
+
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#define ROWS 32         // query rows of a task: two tiles
+#define SPAN 256        // keys between two rescalings
+#define MAX_LATENT 1024
+
+typedef struct __attribute__((packed)) {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+} tile_config;
+
+int holdover_matrix_unit(void) {
+    static int ready = -1;
+    if (ready < 0) ready = syscall(SYS_arch_prctl, 0x1023, 18) == 0;  // ARCH_REQ_XCOMP_PERM, tile data
+    return ready;
+}
+
+static void configure_tiles(void) {
+    tile_config config;
+    memset(&config, 0, sizeof config);
+    config.palette = 1;
+    for (int i = 0; i < 8; i++) {
+        config.bytes[i] = 64;
+        config.rows[i] = 16;
+    }
+    _tile_loadconfig(&config);
+}
+
+// Tiles 0..3: sums of two query tiles by two column tiles; 4, 5: queries; 6, 7: columns.
+static inline void multiply(const uint16_t *a, int64_t a_stride, const uint16_t *b, int64_t b_step, int64_t b_next,
+                            int steps, float *out, int64_t out_stride, int add) {
+    if (add) {
+        _tile_loadd(0, out, out_stride * 4);
+        _tile_loadd(1, out + 16, out_stride * 4);
+        _tile_loadd(2, out + 16 * out_stride, out_stride * 4);
+        _tile_loadd(3, out + 16 * out_stride + 16, out_stride * 4);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int i = 0; i < steps; i++) {
+        _tile_loadd(4, a + i * 32, a_stride * 2);
+        _tile_loadd(5, a + 16 * a_stride + i * 32, a_stride * 2);
+        _tile_loadd(6, b + i * b_step, 64);
+        _tile_loadd(7, b + i * b_step + b_next, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, out, out_stride * 4);
+    _tile_stored(1, out + 16, out_stride * 4);
+    _tile_stored(2, out + 16 * out_stride, out_stride * 4);
+    _tile_stored(3, out + 16 * out_stride + 16, out_stride * 4);
+}
+
+static void softmax_span(float *scores, uint16_t *weights, float *sums, float *most, float *total, int64_t first_row,
+                         int64_t first_key, int heads, int64_t start, int latent, float scale, int rows) {
+    for (int r = 0; r < rows; r++) {
+        float *s = scores + r * SPAN;
+        int64_t seen = start + (first_row + r) / heads + 1 - first_key;  // keys of this span that the row may see
+        seen = seen > SPAN ? SPAN : seen;
+        uint16_t *w = weights + r * SPAN;
+        if (seen <= 0) {
+            memset(w, 0, SPAN * 2);
+            continue;
+        }
+        float highest = -INFINITY;
+#pragma omp simd reduction(max : highest)
+        for (int c = 0; c < seen; c++) highest = s[c] > highest ? s[c] : highest;
+        highest *= scale;
+        const float before = most[r], now = highest > before ? highest : before;
+        const float shrink = exp_single(before - now);
+        float weight = 0.0f;
+#pragma omp simd reduction(+ : weight)
+        for (int c = 0; c < seen; c++) {
+            s[c] = exp_single(s[c] * scale - now);
+            weight += s[c];
+        }
+        for (int c = (int)seen; c < SPAN; c++) s[c] = 0.0f;
+        for (int c = 0; c < SPAN; c++) w[c] = to_bf16(s[c]);
+        total[r] = total[r] * shrink + weight;
+        most[r] = now;
+        if (shrink != 1.0f)
+            for (int c = 0; c < latent; c++) sums[r * latent + c] *= shrink;
+    }
+}
+
+// q: bf16 [queries * heads, width]; rows of the arena: row_stride bytes apart; table: slots of all keys, the chunk's own
+// last; out: bf16 [queries * heads, latent]. width and latent are multiples of 32.
+int holdover_latent_chunk(const uint16_t *q, const char *rows, int64_t row_stride, const int64_t *table, int64_t keys,
+                          int64_t queries, int heads, int width, int latent, float scale, uint16_t *out,
+                          int num_threads) {
+    if (width % 32 || latent % 32 || latent > MAX_LATENT || width > MAX_LATENT) return -1;
+    const int64_t spans = (keys + SPAN - 1) / SPAN, padded = spans * SPAN, all = queries * heads;
+    const int steps = width / 32, columns = latent / 16;
+    // By key columns: [key group of 16][step][16 pairs of numbers][16 keys][2]. By key pairs: [span of 32 keys][column
+    // tile][16 pairs of keys][16 numbers][2].
+    uint16_t *by_column = aligned_alloc(64, (size_t)padded * width * 2);
+    uint16_t *by_pair = aligned_alloc(64, (size_t)padded * latent * 2);
+    int status = by_column == NULL || by_pair == NULL ? -2 : 0;
+    if (status == 0) {
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
+        {
+#pragma omp for schedule(static)
+            for (int64_t group = 0; group < padded / 32; group++) {
+                const uint16_t *row[32];
+                static const uint16_t zero[MAX_LATENT];
+                for (int i = 0; i < 32; i++) {
+                    const int64_t key = group * 32 + i;
+                    row[i] = key < keys ? (const uint16_t *)(rows + table[key] * row_stride) : zero;
+                }
+                for (int half = 0; half < 2; half++) {
+                    uint32_t *to = (uint32_t *)(by_column + (group * 2 + half) * 16 * width);
+                    for (int c = 0; c < width / 2; c++)
+                        for (int i = 0; i < 16; i++) memcpy(to + c * 16 + i, row[half * 16 + i] + 2 * c, 4);
+                }
+                for (int column = 0; column < columns; column++) {
+                    uint16_t *to = by_pair + (group * columns + column) * 512;
+                    for (int pair = 0; pair < 16; pair++)
+                        for (int c = 0; c < 16; c++) {
+                            to[pair * 32 + 2 * c] = row[2 * pair][column * 16 + c];
+                            to[pair * 32 + 2 * c + 1] = row[2 * pair + 1][column * 16 + c];
+                        }
+                }
+            }
+            configure_tiles();
+            float *scores = aligned_alloc(64, sizeof(float) * ROWS * SPAN);
+            float *sums = aligned_alloc(64, sizeof(float) * (size_t)ROWS * latent);
+            uint16_t *weights = aligned_alloc(64, 2 * ROWS * SPAN), *mine = aligned_alloc(64, 2 * (size_t)ROWS * width);
+            float most[ROWS], total[ROWS];
+#pragma omp for schedule(dynamic, 1)
+            for (int64_t task = 0; task < (all + ROWS - 1) / ROWS; task++) {
+                if (scores == NULL || sums == NULL || weights == NULL || mine == NULL) {
+                    status = -2;
+                    continue;
+                }
+                const int64_t first = task * ROWS;
+                const int count = all - first < ROWS ? (int)(all - first) : ROWS;
+                memset(mine, 0, 2 * (size_t)ROWS * width);
+                memcpy(mine, q + first * width, 2 * (size_t)count * width);
+                memset(sums, 0, sizeof(float) * (size_t)ROWS * latent);
+                for (int r = 0; r < ROWS; r++) {
+                    most[r] = -INFINITY;
+                    total[r] = 0.0f;
+                }
+                const int64_t seen = keys - queries + (first + count - 1) / heads + 1;
+                for (int64_t key = 0; key < seen; key += SPAN) {
+                    for (int c = 0; c < SPAN; c += 32) {
+                        if (key + c >= seen) break;
+                        multiply(mine, width, by_column + (key + c) * width, 512, 16 * width, steps, scores + c, SPAN, 0);
+                    }
+                    softmax_span(scores, weights, sums, most, total, first, key, heads, keys - queries, latent, scale,
+                                 ROWS);
+                    const int64_t left = seen - key < SPAN ? (seen - key + 31) / 32 : SPAN / 32;
+                    for (int column = 0; column < columns; column += 2)
+                        multiply(weights, SPAN, by_pair + (key / 32 * columns + column) * 512, (int64_t)columns * 512,
+                                 512, (int)left, sums + column * 16, latent, 1);
+                }
+                for (int r = 0; r < count; r++) {
+                    for (int c = 0; c < latent; c++) sums[r * latent + c] /= total[r];
+                    store_row(out, (first + r) * latent, sums + r * latent, latent, 1);
+                }
+            }
+            free(scores);
+            free(sums);
+            free(weights);
+            free(mine);
+            _tile_release();
+        }
+    }
+    free(by_column);
+    free(by_pair);
+    return status;
+}
+#else
+int holdover_matrix_unit(void) { return 0; }
+int holdover_latent_chunk(const uint16_t *q, const char *rows, int64_t row_stride, const int64_t *table, int64_t keys,
+                          int64_t queries, int heads, int width, int latent, float scale, uint16_t *out,
+                          int num_threads) {
+    return -1;
+}
+#endif
