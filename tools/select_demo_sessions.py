@@ -3,7 +3,7 @@
     python tools/select_demo_sessions.py TRACES_FOLDER
 
 The WEKA sessions are the first 96, in the order of their ids, that have at least 24 requests of their own (sub-agents
-not counted) of which none is longer than 3,000 blocks (192,000 tokens) and none was answered with more than 4,000
+not counted) of which none is longer than 3,000 blocks (192,000 tokens) and none was answered with more than 2,500
 tokens: one answer of many thousand tokens, made one after the other, would outlast everything else in a short run. Of
 each, the first 24 requests are kept, with the fields that a replay reads. tau-bench is taken as it is.
 """
@@ -15,7 +15,7 @@ import sys
 import tarfile
 from pathlib import Path
 
-SESSIONS, TURNS, MOST_BLOCKS, MOST_OUTPUT = 96, 24, 3000, 4000
+SESSIONS, TURNS, MOST_BLOCKS, MOST_OUTPUT = 96, 24, 3000, 2500
 KEEP_SESSION = ("id", "block_size", "hash_id_scope", "tool_tokens", "system_tokens")
 KEEP_REQUEST = ("t", "in", "out", "hash_ids", "think_time", "api_time")
 DATA = Path(__file__).parent.parent / "holdover" / "demo" / "data"

@@ -13,6 +13,7 @@ from holdover.models.loader import Weights, positive, require
 from holdover.ops.attention import latent_attention
 from holdover.ops.delta import kimi_delta_attention
 from holdover.ops.experts import experts_feed_forward, gated_feed_forward, route_sigmoid
+from holdover.ops.linear import ExpertLinear, Linear
 from holdover.ops.norm import rms_norm
 from holdover.state.layout import LAST_HIDDEN, ArraySpec, Layout
 from holdover.state.pool import DevicePool
@@ -41,7 +42,7 @@ class KimiLinear:
             _Layer(config, i, weights, place, self.eps) for i in range(config["num_hidden_layers"])
         ]
         self.norm = place(weights.take("model.norm.weight", (hidden,)), torch.float32)
-        self.head = (
+        self.head = Linear(
             self.embedding
             if config.get("tie_word_embeddings")
             else place(weights.take("lm_head.weight", (self.vocab_size, hidden)))
@@ -65,7 +66,7 @@ class KimiLinear:
         return rms_norm(x, self.norm, self.eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return F.linear(hidden, self.head).float()
+        return self.head(hidden).float()
 
 
 def _normalised(config: dict[str, Any]) -> dict[str, Any]:
@@ -146,13 +147,13 @@ class _Layer:
 
 def _feed_forward(
     weights: Weights, place: Any, prefixes: tuple[str, ...], hidden: int, inner: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Linear, Linear]:
     def take(part: str, shape: tuple[int, ...]) -> torch.Tensor:
         first, *others = (f"{prefix}.{part}.weight" for prefix in prefixes)
         return weights.take(first, shape, aliases=tuple(others))
 
     gate_up = torch.cat([take("gate_proj", (inner, hidden)), take("up_proj", (inner, hidden))])
-    return place(gate_up), place(take("down_proj", (hidden, inner)))
+    return Linear(place(gate_up)), Linear(place(take("down_proj", (hidden, inner))))
 
 
 class Experts:
@@ -168,9 +169,9 @@ class Experts:
         for i in range(count):
             gate = weights.take(f"{prefix}.experts.{i}.w1.weight", (inner, hidden))
             up = weights.take(f"{prefix}.experts.{i}.w3.weight", (inner, hidden))
-            gate_up.append(torch.cat([gate, up]).t())
-            down.append(weights.take(f"{prefix}.experts.{i}.w2.weight", (hidden, inner)).t())
-        self.gate_up, self.down = place(torch.stack(gate_up)), place(torch.stack(down))
+            gate_up.append(torch.cat([gate, up]))
+            down.append(weights.take(f"{prefix}.experts.{i}.w2.weight", (hidden, inner)))
+        self.gate_up, self.down = ExpertLinear(place(torch.stack(gate_up))), ExpertLinear(place(torch.stack(down)))
         self.shared_gate_up, self.shared_down = _feed_forward(
             weights, place, (f"{prefix}.shared_experts",), hidden, inner * config["num_shared_experts"]
         )
@@ -208,44 +209,48 @@ class LatentAttention:
         self.scale = (self.nope_dim + self.shared_dim) ** -0.5
         width, rank = self.heads * (self.nope_dim + self.shared_dim), config.get("q_lora_rank")
         if rank is None:
-            self.query = place(weights.take(f"{prefix}.q_proj.weight", (width, hidden)))
+            self.query = Linear(place(weights.take(f"{prefix}.q_proj.weight", (width, hidden))))
             self.query_down = None
         else:
-            self.query_down = place(weights.take(f"{prefix}.q_a_proj.weight", (rank, hidden)))
+            self.query_down = Linear(place(weights.take(f"{prefix}.q_a_proj.weight", (rank, hidden))))
             self.query_norm = place(weights.take(f"{prefix}.q_a_layernorm.weight", (rank,)), torch.float32)
-            self.query = place(weights.take(f"{prefix}.q_b_proj.weight", (width, rank)))
-        self.latent = place(
-            weights.take(f"{prefix}.kv_a_proj_with_mqa.weight", (self.latent_dim + self.shared_dim, hidden))
+            self.query = Linear(place(weights.take(f"{prefix}.q_b_proj.weight", (width, rank))))
+        self.latent = Linear(
+            place(weights.take(f"{prefix}.kv_a_proj_with_mqa.weight", (self.latent_dim + self.shared_dim, hidden)))
         )
         self.latent_norm = place(weights.take(f"{prefix}.kv_a_layernorm.weight", (self.latent_dim,)), torch.float32)
         expand = weights.take(
             f"{prefix}.kv_b_proj.weight", (self.heads * (self.nope_dim + self.value_dim), self.latent_dim)
         ).view(self.heads, self.nope_dim + self.value_dim, self.latent_dim)
-        self.key_expand = place(expand[:, : self.nope_dim])  # [heads, nope_dim, latent_dim]
-        self.value_expand = place(expand[:, self.nope_dim :].transpose(1, 2))  # [heads, latent_dim, value_dim]
-        self.output = place(weights.take(f"{prefix}.o_proj.weight", (hidden, self.heads * self.value_dim)))
+        # Absorbed form: queries are turned into the latents' space, and weighted latents into values, head by head.
+        self.absorb = [Linear(place(head[: self.nope_dim].t())) for head in expand]
+        self.expand = [Linear(place(head[self.nope_dim :])) for head in expand]
+        self.output = Linear(place(weights.take(f"{prefix}.o_proj.weight", (hidden, self.heads * self.value_dim))))
 
     def arrays(self, dtype: torch.dtype) -> tuple[list[ArraySpec], list[ArraySpec]]:
         return [ArraySpec(self.name, (self.latent_dim + self.shared_dim,), dtype)], []
 
     def forward(self, x: torch.Tensor, batch: Batch, pool: DevicePool) -> torch.Tensor:
         if self.query_down is not None:
-            low = F.linear(x, self.query_down)
-            q = F.linear(rms_norm(low, self.query_norm, LATENT_NORM_EPS), self.query)
+            q = self.query(rms_norm(self.query_down(x), self.query_norm, LATENT_NORM_EPS))
         else:
-            q = F.linear(x, self.query)
+            q = self.query(x)
         q = q.view(len(x), self.heads, -1)
-        new = F.linear(x, self.latent)
+        new = self.latent(x)
         latent = new[:, : self.latent_dim]
         latent.copy_(rms_norm(latent.contiguous(), self.latent_norm, LATENT_NORM_EPS))
         rows = pool.token_views[self.name]
         rows[batch.slots] = new[: batch.num_tokens]
-        absorbed = torch.bmm(q[..., : self.nope_dim].transpose(0, 1), self.key_expand).transpose(0, 1)
-        absorbed = torch.cat([absorbed, q[..., self.nope_dim :]], dim=-1)
+        absorbed = torch.empty(len(x), self.heads, self.latent_dim + self.shared_dim, dtype=x.dtype, device=x.device)
+        absorbed[..., self.latent_dim :] = q[..., self.nope_dim :]
+        for head, absorb in enumerate(self.absorb):
+            absorb(q[:, head, : self.nope_dim], out=absorbed[:, head, : self.latent_dim])
         tables = [sequence.table for sequence in batch.sequences]
         out = latent_attention(absorbed, rows, self.latent_dim, self.scale, batch.bounds, tables)
-        values = torch.bmm(out.transpose(0, 1), self.value_expand).transpose(0, 1)
-        return F.linear(values.reshape(len(x), -1), self.output)
+        values = torch.empty(len(x), self.heads, self.value_dim, dtype=x.dtype, device=x.device)
+        for head, expand in enumerate(self.expand):
+            expand(out[:, head], out=values[:, head])
+        return self.output(values.flatten(1))
 
 
 class DeltaAttention:
@@ -267,16 +272,16 @@ class DeltaAttention:
         inputs = [take(f"{part}_proj.weight", (width, hidden)) for part in "qkv"]
         inputs += [take(f"{part}_a_proj.weight", (self.head_dim, hidden)) for part in "fg"]
         inputs.append(take("b_proj.weight", (self.heads, hidden)))
-        self.inputs = place(torch.cat(inputs))
-        self.decay_up = place(take("f_b_proj.weight", (width, self.head_dim)))
-        self.gate_up = place(take("g_b_proj.weight", (width, self.head_dim)))
+        self.inputs = Linear(place(torch.cat(inputs)))
+        self.decay_up = Linear(place(take("f_b_proj.weight", (width, self.head_dim))))
+        self.gate_up = Linear(place(take("g_b_proj.weight", (width, self.head_dim))))
         convolutions = [take(f"{part}_conv1d.weight", (width, 1, self.kernel)) for part in "qkv"]
         self.conv_weight = place(torch.cat(convolutions).squeeze(1).t(), torch.float32)
         self.decay_bias = place(take("dt_bias", (width,)), torch.float32)
         rate = take("A_log", (1, 1, self.heads, 1)).float().exp().view(self.heads, 1)
         self.decay_rate = place(-rate.expand(self.heads, self.head_dim).reshape(-1), torch.float32)
         self.norm = place(take("o_norm.weight", (self.head_dim,)), torch.float32)
-        self.output = place(take("o_proj.weight", (hidden, width)))
+        self.output = Linear(place(take("o_proj.weight", (hidden, width))))
 
     def arrays(self, dtype: torch.dtype) -> tuple[list[ArraySpec], list[ArraySpec]]:
         return [], [
@@ -285,15 +290,15 @@ class DeltaAttention:
         ]
 
     def forward(self, x: torch.Tensor, batch: Batch, pool: DevicePool) -> torch.Tensor:
-        parts = F.linear(x, self.inputs)
+        parts = self.inputs(x)
         mixed, decay_low, gate_low, beta = parts.split([3 * self.width, self.head_dim, self.head_dim, self.heads], 1)
-        raw = F.linear(decay_low, self.decay_up).float().add_(self.decay_bias)
+        raw = self.decay_up(decay_low).float().add_(self.decay_bias)
         decay = F.softplus(raw).mul_(self.decay_rate).exp_()
         out = kimi_delta_attention(
             mixed,
             decay.view(len(x), self.heads, self.head_dim),
             beta.float().sigmoid_(),
-            F.linear(gate_low, self.gate_up),
+            self.gate_up(gate_low),
             self.conv_weight,
             self.norm,
             self.eps,
@@ -301,4 +306,4 @@ class DeltaAttention:
             pool.live_views[self.conv_name],
             batch.delta_sequences(pool),
         )
-        return F.linear(out, self.output)
+        return self.output(out)

@@ -9,6 +9,7 @@ from holdover.models.base import Batch
 from holdover.models.loader import Weights, positive, require
 from holdover.ops.attention import causal_mask, grouped_query_attention
 from holdover.ops.experts import gated_feed_forward
+from holdover.ops.linear import Linear
 from holdover.ops.norm import rms_norm
 from holdover.ops.rope import rope_table, rotate
 from holdover.state.layout import LAST_HIDDEN, ArraySpec, Layout
@@ -37,7 +38,9 @@ class Qwen3:
         tied = bool(config["tie_word_embeddings"])
         if tied and weights.has("lm_head.weight"):  # some checkpoints carry the tied copy
             weights.take("lm_head.weight", (self.vocab_size, hidden))
-        self.head = self.embedding if tied else place(weights.take("lm_head.weight", (self.vocab_size, hidden)))
+        self.head = Linear(
+            self.embedding if tied else place(weights.take("lm_head.weight", (self.vocab_size, hidden)))
+        )
         weights.check_all_taken()
         cos, sin = rope_table(self.context_length, config["head_dim"], config["rope_theta"])
         self.cos, self.sin = place(cos), place(sin)
@@ -58,7 +61,7 @@ class Qwen3:
         return rms_norm(x, self.norm, self.eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return F.linear(hidden, self.head).float()
+        return self.head(hidden).float()
 
 
 def _normalised(config: dict[str, Any]) -> dict[str, Any]:
@@ -112,19 +115,13 @@ class _Layer:
         self.query_norm = place(take("self_attn.q_norm", self.head_dim), torch.float32)
         self.key_norm = place(take("self_attn.k_norm", self.head_dim), torch.float32)
         width, kv_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        self.inputs = place(
-            torch.cat(
-                [
-                    take("self_attn.q_proj", width, hidden),
-                    take("self_attn.k_proj", kv_width, hidden),
-                    take("self_attn.v_proj", kv_width, hidden),
-                ]
-            )
-        )
-        self.output = place(take("self_attn.o_proj", hidden, width))
+        inputs = [take(f"self_attn.{part}_proj", size, hidden) for part, size in zip("qkv", (width, kv_width, kv_width), strict=True)]
+        self.inputs = Linear(place(torch.cat(inputs)))
+        self.output = Linear(place(take("self_attn.o_proj", hidden, width)))
         inner = config["intermediate_size"]
-        self.gate_up = place(torch.cat([take("mlp.gate_proj", inner, hidden), take("mlp.up_proj", inner, hidden)]))
-        self.down = place(take("mlp.down_proj", hidden, inner))
+        gate_up = torch.cat([take("mlp.gate_proj", inner, hidden), take("mlp.up_proj", inner, hidden)])
+        self.gate_up = Linear(place(gate_up))
+        self.down = Linear(place(take("mlp.down_proj", hidden, inner)))
 
     def array(self, dtype: torch.dtype) -> ArraySpec:
         return ArraySpec(self.name, (2, self.kv_heads, self.head_dim), dtype)
@@ -133,7 +130,7 @@ class _Layer:
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch, pool: DevicePool, eps: float
     ) -> torch.Tensor:
         heads, kv_heads, head_dim = self.heads, self.kv_heads, self.head_dim
-        q, k, v = F.linear(x, self.inputs).view(len(x), -1, head_dim).split([heads, kv_heads, kv_heads], 1)
+        q, k, v = self.inputs(x).view(len(x), -1, head_dim).split([heads, kv_heads, kv_heads], 1)
         q = rotate(rms_norm(q.contiguous(), self.query_norm, eps), cos, sin)
         k = rotate(rms_norm(k.contiguous(), self.key_norm, eps), cos, sin)
         rows = pool.token_views[self.name]
@@ -143,4 +140,4 @@ class _Layer:
             keys, values = rows.index_select(0, sequence.table).unbind(1)
             mask = causal_mask(last - first, len(keys), x.device)
             out[first:last] = grouped_query_attention(q[first:last], keys, values, head_dim**-0.5, mask)
-        return F.linear(out.flatten(1), self.output)
+        return self.output(out.flatten(1))

@@ -60,12 +60,7 @@ def latent_attention(
     single = [i for i, (first, last) in enumerate(bounds) if last - first == 1]
     if library is not None and single:
         _native_tokens(library, q, rows, latent_dim, scale, [bounds[i][0] for i in single], [tables[i] for i in single], out)
-    matrix_unit = (
-        library is not None
-        and q.dtype == torch.bfloat16
-        and q.shape[2] % 32 == latent_dim % 32 == 0
-        and bool(library.holdover_matrix_unit())
-    )
+    matrix_unit = q.shape[2] % 32 == latent_dim % 32 == 0 and native.has_matrix_unit(q)
     for (first, last), table in zip(bounds, tables, strict=True):
         if last - first == 1 and library is not None:
             continue

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from holdover.ops import native
+from holdover.ops.linear import ExpertLinear, Linear
 from holdover.ops.norm import threads_for
-from holdover.ops.shapes import padded_length, pads_shapes
 
 
 def route_sigmoid(
@@ -55,37 +55,29 @@ def gated_silu(inner: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def gated_feed_forward(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """SwiGLU. x: [tokens, hidden]; gate_up: [2 * intermediate, hidden]; down: [hidden, intermediate]."""
-    return F.linear(gated_silu(F.linear(x, gate_up)), down)
+def gated_feed_forward(x: torch.Tensor, gate_up: Linear, down: Linear) -> torch.Tensor:
+    """SwiGLU. x: [tokens, hidden]; gate_up: hidden to 2 * intermediate, gate first; down: intermediate to hidden."""
+    return down(gated_silu(gate_up(x)))
 
 
 def experts_feed_forward(
     x: torch.Tensor,
     weights: torch.Tensor,
     experts: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: ExpertLinear,
+    down: ExpertLinear,
     shared: torch.Tensor,
 ) -> torch.Tensor:
     """Each token through its experts, weighted and summed, on top of what the shared expert gave.
 
-    x, shared: [tokens, hidden]; weights: float32 [tokens, top_k]; experts: int64 [tokens, top_k];
-    gate_up: [experts, hidden, 2 * intermediate]; down: [experts, intermediate, hidden]. Returns [tokens, hidden].
+    x, shared: [tokens, hidden]; weights: float32 [tokens, top_k]; experts: int64 [tokens, top_k]; gate_up, down: as in
+    `gated_feed_forward`, one for each expert. Returns [tokens, hidden].
     """
-    counts = torch.bincount(experts.flatten(), minlength=len(gate_up)).tolist()
-    room = [padded_length(count) if count else 0 for count in counts] if pads_shapes(x) else counts
-    starts = list(accumulate(room, initial=0))
+    counts = torch.bincount(experts.flatten(), minlength=gate_up.num_experts).tolist()
+    starts = list(accumulate(gate_up.rooms(counts), initial=0))
     library = native.library() if x.device.type == "cpu" and x.is_contiguous() else None
     rows, place = _dispatch(x, experts, counts, starts, library)
-    inner = torch.empty(len(rows), gate_up.shape[2], dtype=x.dtype, device=x.device)
-    spans = [(expert, start, start + size) for expert, (start, size) in enumerate(zip(starts, room, strict=False)) if size]
-    for expert, first, last in spans:
-        torch.mm(rows[first:last], gate_up[expert], out=inner[first:last])
-    activated = gated_silu(inner)
-    for expert, first, last in spans:
-        torch.mm(activated[first:last], down[expert], out=rows[first:last])
-    return _combine(rows, place, weights, shared, library)
+    return _combine(down(gated_silu(gate_up(rows, starts)), starts), place, weights, shared, library)
 
 
 def _dispatch(

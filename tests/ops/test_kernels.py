@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from holdover.ops import native
 from holdover.ops.attention import _latent_chunk, latent_attention
 from holdover.ops.experts import experts_feed_forward, gated_silu
+from holdover.ops.linear import ExpertLinear, Linear
 from holdover.ops.norm import rms_norm
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler on this machine")
@@ -64,8 +65,9 @@ def test_experts_equal_a_loop_over_tokens(
 ) -> None:
     if not compiled:
         monkeypatch.setattr(native, "library", lambda: None)
+        monkeypatch.setattr(native, "has_matrix_unit", lambda _: False)
     torch.manual_seed(tokens)
-    hidden, inner, count, top_k = 32, 48, 5, 2
+    hidden, inner, count, top_k = 32, 64, 5, 2
     x, shared = torch.randn(tokens, hidden).to(dtype), torch.randn(tokens, hidden).to(dtype)
     gate_up = (torch.randn(count, hidden, 2 * inner) / hidden**0.5).to(dtype)
     down = (torch.randn(count, inner, hidden) / inner**0.5).to(dtype)
@@ -76,5 +78,19 @@ def test_experts_equal_a_loop_over_tokens(
         for k in range(top_k):
             gate, up = (x[t].double() @ gate_up[experts[t, k]].double()).chunk(2)
             expected[t] += weights[t, k].double() * ((F.silu(gate) * up) @ down[experts[t, k]].double())
-    got = experts_feed_forward(x, weights, experts, gate_up, down, shared)
+    products = ExpertLinear(gate_up.transpose(1, 2)), ExpertLinear(down.transpose(1, 2))
+    got = experts_feed_forward(x, weights, experts, *products, shared)
     torch.testing.assert_close(got.double(), expected, atol=4 * TOLERANCE[dtype], rtol=4 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 2, 31, 32, 33, 200])
+@pytest.mark.parametrize(("inputs", "outputs"), [(32, 7), (64, 32), (96, 161), (40, 12)])
+def test_linear_equals_float64(dtype: torch.dtype, tokens: int, inputs: int, outputs: int) -> None:
+    torch.manual_seed(tokens)
+    weight = (torch.randn(outputs, inputs) / inputs**0.5).to(dtype)
+    x = torch.randn(tokens, inputs + 8).to(dtype)[:, :inputs]  # rows that lie apart
+    out = torch.full((tokens, outputs + 5), 7.0, dtype=dtype)
+    got = Linear(weight)(x, out=out[:, :outputs])
+    torch.testing.assert_close(got.double(), x.double() @ weight.double().t(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    assert (out[:, outputs:] == 7.0).all(), "wrote past its columns"

@@ -73,3 +73,11 @@ def library() -> ctypes.CDLL | None:
         detail = (getattr(error, "stderr", "") or str(error)).strip().splitlines()
         log.warning("the C kernels cannot be built (%s): the PyTorch kernels run instead, slower", detail[-1:] or error)
         return None
+
+
+def has_matrix_unit(x: torch.Tensor) -> bool:
+    """Whether the compiled kernels can multiply tensors like `x` on the processor's matrix unit (bfloat16)."""
+    if x.device.type != "cpu" or x.dtype != torch.bfloat16:
+        return False
+    compiled = library()
+    return compiled is not None and bool(compiled.holdover_matrix_unit())

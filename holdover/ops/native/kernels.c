@@ -164,7 +164,7 @@ int holdover_kimi_delta(const void *mixed, int64_t mixed_stride, const float *de
 #define KEY_BLOCK 32
 #define MAX_ROW 1024
 #define MAX_HEADS 64
-#define TILE 64
+#define TILE 32
 
 static int latent_token(const void *q, const char *rows, int64_t row_stride, const int64_t *table, int64_t keys,
                         int heads, int width, int latent, float scale, void *out, int bf16) {
@@ -499,11 +499,75 @@ int holdover_latent_chunk(const uint16_t *q, const char *rows, int64_t row_strid
     free(by_pair);
     return status;
 }
+
+// Matrix products with packed weights: out = x W^T for groups of rows, each with a weight of its own.
+//
+// A weight [N, K] is packed as [pair of column tiles][step][2 tiles][16 pairs of numbers][16 columns][2], columns padded
+// to a multiple of 32 with zeros. Nothing is compiled for a shape, and a small batch reads each weight once.
+
+int64_t holdover_packed_size(int64_t n, int64_t k) { return (n + 31) / 32 * 32 * k; }
+
+int holdover_pack(const uint16_t *weight, uint16_t *packed, int64_t n, int64_t k) {
+    if (k % 32) return -1;
+    for (int64_t column = 0; column < (n + 31) / 32 * 32; column++)
+        for (int64_t i = 0; i < k; i++) {
+            const int64_t pair = column / 32, tile = column % 32 / 16, step = i / 32, row = i % 32 / 2;
+            packed[((pair * (k / 32) + step) * 2 + tile) * 512 + row * 32 + column % 16 * 2 + i % 2] =
+                column < n ? weight[column * k + i] : 0;
+        }
+    return 0;
+}
+
+int holdover_products(const uint16_t *x, int64_t x_stride, const uint16_t *packed, const int64_t *starts,
+                      int num_groups, uint16_t *out, int64_t out_stride, int64_t n, int64_t k, int num_threads) {
+    const int64_t pairs = (n + 31) / 32, steps = k / 32;
+    int status = 0;
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
+    {
+        configure_tiles();
+        uint16_t *edge = aligned_alloc(64, 2 * 32 * (size_t)k);
+        float *sums = aligned_alloc(64, sizeof(float) * 32 * 32);
+#pragma omp for schedule(static)
+        for (int64_t task = 0; task < num_groups * pairs; task++) {
+            const int64_t group = task / pairs, pair = task % pairs;
+            const uint16_t *columns = packed + (group * pairs + pair) * steps * 1024;
+            const int64_t left = n - pair * 32, width = left < 32 ? left : 32;
+            if (edge == NULL || sums == NULL) {
+                status = -2;
+                continue;
+            }
+            for (int64_t row = starts[group]; row < starts[group + 1]; row += 32) {
+                const int64_t count = starts[group + 1] - row < 32 ? starts[group + 1] - row : 32;
+                const uint16_t *rows = x + row * x_stride;
+                int64_t stride = x_stride;
+                if (count < 32) {  // tiles read 32 rows
+                    for (int64_t r = 0; r < count; r++) memcpy(edge + r * k, rows + r * x_stride, 2 * (size_t)k);
+                    memset(edge + count * k, 0, 2 * (size_t)((32 - count) * k));
+                    rows = edge;
+                    stride = k;
+                }
+                multiply(rows, stride, columns, 1024, 512, (int)steps, sums, 32, 0);
+                for (int64_t r = 0; r < count; r++)
+                    store_row(out, (row + r) * out_stride + pair * 32, sums + r * 32, (int)width, 1);
+            }
+        }
+        free(edge);
+        free(sums);
+        _tile_release();
+    }
+    return status;
+}
 #else
 int holdover_matrix_unit(void) { return 0; }
 int holdover_latent_chunk(const uint16_t *q, const char *rows, int64_t row_stride, const int64_t *table, int64_t keys,
                           int64_t queries, int heads, int width, int latent, float scale, uint16_t *out,
                           int num_threads) {
+    return -1;
+}
+int64_t holdover_packed_size(int64_t n, int64_t k) { return -1; }
+int holdover_pack(const uint16_t *weight, uint16_t *packed, int64_t n, int64_t k) { return -1; }
+int holdover_products(const uint16_t *x, int64_t x_stride, const uint16_t *packed, const int64_t *starts,
+                      int num_groups, uint16_t *out, int64_t out_stride, int64_t n, int64_t k, int num_threads) {
     return -1;
 }
 #endif
