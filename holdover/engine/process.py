@@ -42,7 +42,7 @@ from holdover.store.recovery import recover
 from holdover.store.tier import Tier
 
 log = logging.getLogger("holdover.engine")
-LIVE_SHARE = 10  # live states take at most this part (1/10) of device memory, unless --max-running says otherwise
+LIVE_SHARE = 8  # live states take at most this part (1/8) of device memory, unless --max-running says otherwise
 MOST_RUNNING = 64
 IDLE_SECONDS = 1.0
 Inbox = queue.SimpleQueue[ToEngine | Done | None]

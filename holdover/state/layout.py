@@ -49,7 +49,7 @@ def _pack(arrays: tuple[ArraySpec, ...]) -> tuple[tuple[Field, ...], int]:
     return tuple(fields), start
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layout:
     """Every part of a model's state. A state that lacks a part, or has it in another type, is another layout.
 

@@ -118,6 +118,7 @@ def data_bytes(layout: Layout, kind: Kind, num_tokens: int) -> int:
     return num_tokens * (4 + layout.bytes_per_token)
 
 
+@lru_cache(maxsize=256)
 def _header_bytes(header: SegmentHeader, layout: Layout, checksum: str) -> bytes:
     metadata = {
         "format": FORMAT,
@@ -138,7 +139,8 @@ def _header_bytes(header: SegmentHeader, layout: Layout, checksum: str) -> bytes
 
 def segment_bytes(header: SegmentHeader, layout: Layout) -> int:
     """Bytes that `encode` will make."""
-    return len(_header_bytes(header, layout, NO_CHECKSUM)) + data_bytes(layout, header.kind, header.end - header.start)
+    blank = _header_bytes(header, layout, NO_CHECKSUM)
+    return len(blank) + data_bytes(layout, header.kind, header.end - header.start)
 
 
 def encode(
@@ -165,7 +167,8 @@ def encode(
         fill(buffer[data_start:])
     whole[:data_start] = np.frombuffer(blank, dtype=np.uint8)
     checksum = blake3(memoryview(whole)).hexdigest()
-    whole[:data_start] = np.frombuffer(_header_bytes(header, layout, checksum), dtype=np.uint8)
+    sealed = blank.replace(NO_CHECKSUM.encode(), checksum.encode(), 1)
+    whole[:data_start] = np.frombuffer(sealed, dtype=np.uint8)
     return buffer
 
 
@@ -200,22 +203,34 @@ def parse_header(start_of_file: memoryview | bytes) -> tuple[SegmentHeader, dict
     return header, entries, 8 + length, checksum
 
 
-def decode(buffer: torch.Tensor, layout: Layout, fingerprint: str, name: str) -> Segment:
-    """Check and view a segment that a tier keeps as `name`. Raises DamagedSegment if anything at all is wrong."""
-    whole = memoryview(buffer.numpy())
-    header, entries, data_start, checksum = parse_header(whole)
+@lru_cache(maxsize=16384)
+def _checked_header(head: bytes, layout: Layout, fingerprint: str) -> tuple[SegmentHeader, str, bytes]:
+    """A header that fits this model, its checksum, and the header's bytes as they were when that was taken.
+
+    Segments are read again at every turn of a session; their headers need to be understood only once.
+    """
+    header, entries, _, checksum = parse_header(head)
     if header.fingerprint != fingerprint:
         raise DamagedSegment(
             f"it was saved by another model or layout ({header.fingerprint[:12]}…, this is {fingerprint[:12]}…)"
         )
+    if entries != _arrays(layout, header.kind, header.end - header.start):
+        raise DamagedSegment("its arrays are not those of this layout")
+    return header, checksum, head.replace(checksum.encode(), NO_CHECKSUM.encode(), 1)
+
+
+def decode(buffer: torch.Tensor, layout: Layout, fingerprint: str, name: str) -> Segment:
+    """Check and view a segment that a tier keeps as `name`. Raises DamagedSegment if anything at all is wrong."""
+    whole = memoryview(buffer.numpy())
+    data_start = 8 + int.from_bytes(whole[:8], "little")
+    if len(whole) < 8 or data_start > min(len(whole), MAX_HEADER_BYTES):
+        raise DamagedSegment("the header is cut off or absurdly long")
+    header, checksum, blank = _checked_header(bytes(whole[:data_start]), layout, fingerprint)
     if header.name != name:
         raise DamagedSegment(f"it is {header.name}, kept under the name of another")
     num_tokens = header.end - header.start
-    if entries != _arrays(layout, header.kind, num_tokens):
-        raise DamagedSegment("its arrays are not those of this layout")
     if len(whole) != data_start + data_bytes(layout, header.kind, num_tokens):
         raise DamagedSegment("it is not as long as its arrays")
-    blank = bytes(whole[:data_start]).replace(checksum.encode(), NO_CHECKSUM.encode(), 1)
     digest = blake3(blank)
     digest.update(whole[data_start:])
     if digest.hexdigest() != checksum:

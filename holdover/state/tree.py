@@ -425,7 +425,7 @@ class PrefixTree:
 
     def evictable_slots(self) -> int:
         """Slots that `make_room` could free."""
-        rows = sum(len(node.tokens) for node in self._on_device if node.leases == 0 and node.loading is None)
+        rows = sum([node.tokens.size for node in self._on_device if node.leases == 0 and node.loading is None])
         kept = sum(
             len(node.snapshot_slots)
             for node in self._snapshots_on_device
