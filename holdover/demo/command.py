@@ -9,10 +9,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from holdover.config import format_bytes, parse_bytes
-from holdover.demo.model import demo_model
+from holdover.demo.model import VOCAB_SIZE, demo_model
 from holdover.demo.report import write_report
 from holdover.demo.run import DEVICE_SHARE, MODES, THINK_SCALE, DemoRun, Plan, figures, run
-from holdover.demo.traffic import SHRINK, demo_sessions
+from holdover.demo.traffic import QUICK_SHRINK, SHRINK, demo_sessions
 from holdover.errors import HoldoverError
 from holdover.models.loader import SERVED_DTYPES
 from holdover.traffic.command import write_json
@@ -42,11 +42,12 @@ def run_demo(
     with console.status("making the demo's model (first use only)"):
         model = demo_model()
     agents = min(agents, QUICK_AGENTS) if quick else agents
-    sessions = demo_sessions(traffic, agents, QUICK_TURNS if quick else FULL_TURNS, vocab_size=8192)
+    turns_each, shrink = (QUICK_TURNS, QUICK_SHRINK) if quick else (FULL_TURNS, SHRINK)
+    sessions = demo_sessions(traffic, agents, turns_each, VOCAB_SIZE, shrink)
     device_bytes = parse_bytes(device_memory, "--device-memory") if device_memory else None
-    plan = Plan(model, sessions, agents, "float32" if check else dtype, device_bytes, check)
+    plan = Plan(model, sessions, agents, shrink if traffic == "weka" else None, "float32" if check else dtype, device_bytes, check)
     turns = sum(len(session.turns) for session in sessions)
-    shrunk = f", tokens shrunk {SHRINK}-fold" if traffic == "weka" else ""
+    shrunk = f", tokens shrunk {shrink}-fold" if plan.shrink else ""
     console.print(
         f"[bold]holdover demo[/bold]: {agents} agents, {turns:,} turns of {traffic} traffic{shrunk}, "
         f"thinking {1 / THINK_SCALE:,.0f} times faster than recorded; {len(MODES)} modes, {plan.dtype}"

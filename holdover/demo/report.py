@@ -10,7 +10,6 @@ from plotly.subplots import make_subplots
 
 from holdover.config import format_bytes
 from holdover.demo.run import DemoRun
-from holdover.demo.traffic import SHRINK
 from holdover.errors import HoldoverError
 
 COLOURS = {"recompute": "#b0413e", "resave": "#d9963b", "holdover": "#2a7f62", "unlimited": "#8a8f98"}
@@ -58,8 +57,9 @@ def write_report(demo: DemoRun, body: dict[str, Any], path: Path, command: str) 
             (f"{body['copies']}", "copies of a prefix at most"),
         )
     )
+    shrunk = f" (tokens shrunk {demo.plan.shrink}-fold)" if demo.plan.shrink else ""
     what = (
-        f"{body['agents']} agents, {body['turns']:,} turns of recorded traffic (WEKA tokens shrunk {SHRINK}-fold), model "
+        f"{body['agents']} agents, {body['turns']:,} turns of recorded traffic{shrunk}, model "
         f"{html.escape(body['model'])}, device budget {format_bytes(demo.device_budget_bytes)} of a working set of "
         f"{format_bytes(demo.working_set_bytes)}, memory tier {format_bytes(demo.tier_bytes)}. All modes run the same "
         "sessions with the same weights through the real server, slice by slice in turn."

@@ -30,11 +30,12 @@ SAMPLE_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is to be run."""
+    """What is to be run. shrink: the factor that tokens were divided by, None if they weren't."""
 
     model: Path
     sessions: list[Session]
     agents: int
+    shrink: int | None
     dtype: str
     device_bytes: int | None
     check: bool

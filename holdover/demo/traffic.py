@@ -11,16 +11,16 @@ from holdover.state.tree import common_length
 from holdover.traffic.importers import BlockTokens, load_trace
 from holdover.traffic.trace import Session
 
-SHRINK = 32  # tokens of the WEKA sessions, prompts and outputs, are divided by this
+SHRINK, QUICK_SHRINK = 16, 32  # tokens of the WEKA sessions, prompts and outputs, are divided by this
 FILES = {"weka": "weka-sessions.jsonl.xz", "tau-bench": "tau-bench-airline.jsonl.xz"}
 
 
-def demo_sessions(traffic: str, agents: int, turns: int, vocab_size: int) -> list[Session]:
+def demo_sessions(traffic: str, agents: int, turns: int, vocab_size: int, shrink: int) -> list[Session]:
     """The first `turns` turns of `agents` shipped sessions. Raises HoldoverError for unknown traffic."""
     if traffic not in FILES:
         raise HoldoverError(f"--traffic {traffic!r} is not shipped; use {' or '.join(FILES)}.")
     with as_file(files("holdover.demo").joinpath("data", FILES[traffic])) as path:
-        sessions = load_trace(path, BlockTokens(vocab_size, SHRINK))
+        sessions = load_trace(path, BlockTokens(vocab_size, shrink))
     chosen = [session for session in sessions if len(session.turns) >= min(turns, 4)][:agents]
     return [session.part(0, turns) for session in chosen]
 
