@@ -50,7 +50,9 @@ def serve(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     served_model_name: Annotated[str | None, typer.Option(help="Name in the API; default: the folder's.")] = None,
     context_length: Annotated[int | None, typer.Option(min=1, help="Default: the model's own.")] = None,
-    max_running: Annotated[int | None, typer.Option(min=1, help="Sequences that run at once; default: by memory.")] = None,
+    max_running: Annotated[
+        int | None, typer.Option(min=1, help="Sequences that run at once; default: by memory.")
+    ] = None,
     max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens fed in one step.")] = 1024,
     snapshot_spacing: Annotated[
         int, typer.Option(min=1, help="Most tokens of a prefill that are lost if it is cut off.")
@@ -103,7 +105,9 @@ def serve(
 
 @app.command()
 def replay(
-    trace: Annotated[Path, typer.Argument(help="WEKA, tau-bench or SWE-agent file: .json, .jsonl, .traj, .tar; .gz, .xz.")],
+    trace: Annotated[
+        Path, typer.Argument(help="WEKA, tau-bench or SWE-agent file: .json, .jsonl, .traj, .tar; .gz, .xz.")
+    ],
     url: Annotated[str, typer.Option(help="The server to send to.")] = "http://127.0.0.1:8000",
     agents: Annotated[int, typer.Option(min=1, help="Sessions that run at once.")] = 8,
     think_scale: Annotated[float, typer.Option(min=0.0, help="Recorded think times are multiplied by this.")] = 1.0,
@@ -115,11 +119,15 @@ def replay(
     turns: Annotated[int | None, typer.Option(min=1, help="At most so many turns of each session.")] = None,
     seconds: Annotated[float | None, typer.Option(min=0.1, help="Begin no turn after so long.")] = None,
     model: Annotated[str | None, typer.Option(help="Default: the first that the server offers.")] = None,
-    vocab_size: Annotated[int | None, typer.Option(min=2, help="For block traces; default: the server's, or 32000.")] = None,
+    vocab_size: Annotated[
+        int | None, typer.Option(min=2, help="For block traces; default: the server's, or 32000.")
+    ] = None,
     fixed_length: Annotated[
         bool, typer.Option(help="Make responses exactly as long as recorded (ignore_eos, min_tokens).")
     ] = True,
-    json_file: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the report; - for stdout.")] = None,
+    json_file: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Write the report; - for stdout.")
+    ] = None,
 ) -> None:
     """Replay recorded agent sessions against any OpenAI-compatible server, in a closed loop.
 
@@ -128,7 +136,8 @@ def replay(
     from holdover.traffic.command import run_replay
 
     run_replay(
-        trace, url=url, agents=agents, think_scale=think_scale, think_limit=think_limit, shrink=shrink, sessions=sessions, turns=turns,
+        trace, url=url, agents=agents, think_scale=think_scale, think_limit=think_limit, shrink=shrink,
+        sessions=sessions, turns=turns,
         seconds=seconds, model=model, vocab_size=vocab_size, fixed_length=fixed_length, json_file=json_file,
     )  # fmt: skip
 
@@ -137,13 +146,17 @@ def replay(
 def demo(
     agents: Annotated[int, typer.Option(min=1, max=96, help="Agents that work at once.")] = 64,
     quick: Annotated[bool, typer.Option("--quick", help="24 agents, fewer turns: under a minute.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="In float32; compares every output token of all modes.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="In float32; compares every output token of all modes.")
+    ] = False,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
     traffic: Annotated[str, typer.Option(help="weka or tau-bench.")] = "weka",
     device_memory: Annotated[
         str | None, typer.Option(help="Device budget of the limited modes; default: an eighth of the working set.")
     ] = None,
-    json_file: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write figures; - for stdout.")] = None,
+    json_file: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Write figures; - for stdout.")
+    ] = None,
     report: Annotated[str | None, typer.Option(metavar="FILE.html", help="Where to write the report.")] = None,
 ) -> None:
     """Real agent traffic through the real server in four modes, side by side: what is saved, and what it brings."""

@@ -50,7 +50,9 @@ def make_reference(model_type: str, seed: int = 0, **changes: object) -> torch.n
     return model.eval()
 
 
-def save_checkpoint(folder: Path, model_type: str, seed: int = 0, shard: str = "5GB", **changes: object) -> torch.nn.Module:
+def save_checkpoint(
+    folder: Path, model_type: str, seed: int = 0, shard: str = "5GB", **changes: object
+) -> torch.nn.Module:
     """Write a checkpoint folder and return Transformers' model of it."""
     model = make_reference(model_type, seed, **changes)
     model.save_pretrained(folder, max_shard_size=shard)

@@ -43,5 +43,7 @@ def demo_folder() -> Path:
 @pytest.fixture(scope="session")
 def server(demo_folder: Path) -> Iterator[RunningServer]:
     """A real server in its own processes, over the demo's model in float32."""
-    with RunningServer(demo_folder, "--dtype", "float32", "--device-memory", "64MiB", "--memory-tier", "64MiB") as running:
+    with RunningServer(
+        demo_folder, "--dtype", "float32", "--device-memory", "64MiB", "--memory-tier", "64MiB"
+    ) as running:
         yield running

@@ -45,7 +45,15 @@ def run_demo(
     turns_each, shrink = (QUICK_TURNS, QUICK_SHRINK) if quick else (FULL_TURNS, SHRINK)
     sessions = demo_sessions(traffic, agents, turns_each, VOCAB_SIZE, shrink)
     device_bytes = parse_bytes(device_memory, "--device-memory") if device_memory else None
-    plan = Plan(model, sessions, agents, shrink if traffic == "weka" else None, "float32" if check else dtype, device_bytes, check)
+    plan = Plan(
+        model,
+        sessions,
+        agents,
+        shrink if traffic == "weka" else None,
+        "float32" if check else dtype,
+        device_bytes,
+        check,
+    )
     turns = sum(len(session.turns) for session in sessions)
     shrunk = f", tokens shrunk {shrink}-fold" if plan.shrink else ""
     console.print(
@@ -85,7 +93,7 @@ def result_table(body: dict[str, Any]) -> Table:
     table = Table(title_justify="left")
     table.add_column("mode", style="bold")
     for name in (
-        "turns/hour", "output tok/s", "prompt tokens", "computed", "saved", "new state", "copies", "TTFT p50", "TTFT p95",
+        "turns/hour", "output tok/s", "prompt tokens", "computed", "saved", "new", "copies", "TTFT p50", "TTFT p95",
     ):  # fmt: skip
         table.add_column(name, justify="right")
     for mode, row in body["modes"].items():
@@ -113,7 +121,7 @@ def summary(demo: DemoRun, body: dict[str, Any]) -> str:
         f"device budget {format_bytes(demo.device_budget_bytes)} of a working set of "
         f"{format_bytes(demo.working_set_bytes)} (1/{DEVICE_SHARE} unless given); memory tier "
         f"{format_bytes(demo.tier_bytes)}\n"
-        f"[bold]{speed['vs_recompute']:.2f} times[/bold] the turns per hour of recompute, {speed['vs_resave']:.2f} times "
+        f"[bold]{speed['vs_recompute']:.2f} times[/bold] the turns/hour of recompute, {speed['vs_resave']:.2f} times "
         f"those of resave, {speed['of_unlimited']:.0%} of unlimited\n"
         f"reuse efficiency {body['reuse_efficiency']:.4f}; write amplification {body['write_amplification']:.4f}; "
         f"copies {body['copies']}; outputs identical: {identical}"

@@ -6,8 +6,10 @@ import lzma
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -20,7 +22,7 @@ VERSION = 1
 SEED = 20260801
 VOCAB_SIZE = 8192
 SPECIAL_TOKENS = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|tools|>"]
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "architectures": ["KimiLinearForCausalLM"],
     "model_type": "kimi_linear",
     "dtype": "bfloat16",
@@ -172,8 +174,7 @@ def _weights() -> dict[str, torch.Tensor]:
     return weights
 
 
-def _feed_forward(layer: int, normal: object, uniform: object) -> None:
-    assert callable(normal) and callable(uniform)
+def _feed_forward(layer: int, normal: Callable[..., None], uniform: Callable[..., None]) -> None:
     hidden, inner, count = CONFIG["hidden_size"], CONFIG["moe_intermediate_size"], CONFIG["num_experts"]
     if layer < CONFIG["first_k_dense_replace"]:
         for part in ("gate", "up"):

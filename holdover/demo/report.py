@@ -79,7 +79,16 @@ def write_report(demo: DemoRun, body: dict[str, Any], path: Path, command: str) 
 
 
 def _table(body: dict[str, Any]) -> str:
-    heads = ("mode", "turns/hour", "output tokens/s", "prompt tokens computed", "saved", "new state", "copies", "TTFT p50 / p95")
+    heads = (
+        "mode",
+        "turns/hour",
+        "output tokens/s",
+        "prompt tokens computed",
+        "saved",
+        "new state",
+        "copies",
+        "TTFT p50 / p95",
+    )
     rows = []
     for mode, row in body["modes"].items():
         cells = (

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,9 @@ async def _replay(
     progress: Callable[[TurnResult], None],
     results: list[TurnResult],
 ) -> None:
-    options = ReplayOptions(agents=plan.agents, think_scale=THINK_SCALE, think_limit=THINK_LIMIT, model="demo", token_ids=True)
+    options = ReplayOptions(
+        agents=plan.agents, think_scale=THINK_SCALE, think_limit=THINK_LIMIT, model="demo", token_ids=True
+    )
     await replay(sessions, server.url, options, progress, results, first_turns)
     failed = next((result.error for result in results if result.error), None)
     if failed:
@@ -144,10 +147,15 @@ async def _run_modes(plan: Plan, budget: int, tier: int, report: Report) -> dict
             server.wait_ready()
         for first, last in zip(edges[:-1], edges[1:], strict=True):
             for mode in MODES:
-                await _run_slice(plan, first, last, servers[mode], runs[mode], lambda n, m=mode: report(m, n, total))
+                done = partial(_report_mode, report, mode, total)
+                await _run_slice(plan, first, last, servers[mode], runs[mode], done)
         for mode in MODES:
             runs[mode].counts = await servers[mode].settled()
     return runs
+
+
+def _report_mode(report: Report, mode: str, total: int, turns_done: int) -> None:
+    report(mode, turns_done, total)
 
 
 async def _run_slice(
@@ -178,7 +186,9 @@ async def _sample(server: DemoServer, run: ModeRun) -> None:
 def outputs_identical(modes: dict[str, ModeRun]) -> bool:
     """Whether every output token of every turn is the same in all modes."""
     outputs = [{(r.session, r.turn): r.token_ids for r in run.results} for run in modes.values()]
-    return all(each == outputs[0] for each in outputs[1:]) and all(all(ids for ids in each.values()) for each in outputs)
+    return all(each == outputs[0] for each in outputs[1:]) and all(
+        all(ids for ids in each.values()) for each in outputs
+    )
 
 
 def figures(demo: DemoRun) -> dict[str, Any]:

@@ -65,7 +65,9 @@ class DemoServer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()

@@ -220,9 +220,7 @@ class Engine:
         if sequence.stops and sequence.stops[0] == position:
             sequence.stops.pop(0)
             self.holdings.publish(sequence, generated=False)
-            boundary = position in sequence.request.boundaries
-            if position == sequence.prompt_end or self.tree.layout.recurrent:
-                self._keep_snapshot(sequence, boundary)
+            self._keep_snapshot(sequence, boundary=position in sequence.request.boundaries)
             if position == sequence.prompt_end:
                 self._save(sequence)
         elif not self.tree.layout.recurrent and work.num_tokens and position <= sequence.prompt_end:
@@ -340,7 +338,7 @@ class Engine:
     def _load_done(self, done: LoadDone) -> None:
         sequence = done.job.owner
         assert isinstance(sequence, Sequence)
-        for name, tier in done.lost:
+        for _, tier in done.lost:
             self.counters.tiers[tier].segments_lost += 1
         self.scheduler.remove(sequence)
         if done.ok:
@@ -384,7 +382,7 @@ class Engine:
             }
             if tier.name in self.audits:
                 by_tier[tier.name]["max_copies"] = self.audits[tier.name].max_copies
-        gauges = {
+        gauges: dict[str, float] = {
             "requests_running": len(self.scheduler.running),
             "requests_waiting": len(self.scheduler.waiting),
             "requests_loading": len(self.scheduler.loading),

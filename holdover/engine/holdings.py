@@ -80,7 +80,8 @@ class Holdings:
         path = path_to(node)
         live_row = self._free_live_rows.pop()
         lacking = [each for each in path if each.slots is None]
-        parts, table = [], []
+        parts: list[LoadPart] = []
+        table: list[Slots] = []
         job: LoadJob | None = None
         snapshot = self._snapshot_for(node, position, length)
         if lacking or isinstance(snapshot, Saved):

@@ -122,6 +122,4 @@ def report(logits: torch.Tensor, token: int, top: int) -> TokenLogprob:
     """Log-probabilities of the model's own distribution, before temperature and penalties."""
     logprobs = torch.log_softmax(logits, dim=-1)
     values, ids = logprobs.topk(top) if top else (logprobs[:0], torch.empty(0))
-    return TokenLogprob(
-        token, float(logprobs[token]), [(int(i), float(v)) for i, v in zip(ids, values, strict=True)]
-    )
+    return TokenLogprob(token, float(logprobs[token]), [(int(i), float(v)) for i, v in zip(ids, values, strict=True)])

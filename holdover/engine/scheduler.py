@@ -139,4 +139,3 @@ class Scheduler:
         for place in (self.running, self.loading, self.waiting):
             if sequence in place:
                 place.remove(sequence)
-

@@ -38,9 +38,7 @@ class KimiLinear:
             return tensor.to(device=device, dtype=kind).contiguous()
 
         self.embedding = place(weights.take("model.embed_tokens.weight", (self.vocab_size, hidden)))
-        self.layers = [
-            _Layer(config, i, weights, place, self.eps) for i in range(config["num_hidden_layers"])
-        ]
+        self.layers = [_Layer(config, i, weights, place, self.eps) for i in range(config["num_hidden_layers"])]
         self.norm = place(weights.take("model.norm.weight", (hidden,)), torch.float32)
         self.head = Linear(
             self.embedding
@@ -291,7 +289,8 @@ class DeltaAttention:
 
     def forward(self, x: torch.Tensor, batch: Batch, pool: DevicePool) -> torch.Tensor:
         parts = self.inputs(x)
-        mixed, decay_low, gate_low, beta = parts.split([3 * self.width, self.head_dim, self.head_dim, self.heads], 1)
+        sizes = [3 * self.width, self.head_dim, self.head_dim, self.heads]
+        mixed, decay_low, gate_low, beta = torch.split(parts, sizes, 1)
         raw = self.decay_up(decay_low).float().add_(self.decay_bias)
         decay = F.softplus(raw).mul_(self.decay_rate).exp_()
         out = kimi_delta_attention(

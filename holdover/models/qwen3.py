@@ -38,9 +38,7 @@ class Qwen3:
         tied = bool(config["tie_word_embeddings"])
         if tied and weights.has("lm_head.weight"):  # some checkpoints carry the tied copy
             weights.take("lm_head.weight", (self.vocab_size, hidden))
-        self.head = Linear(
-            self.embedding if tied else place(weights.take("lm_head.weight", (self.vocab_size, hidden)))
-        )
+        self.head = Linear(self.embedding if tied else place(weights.take("lm_head.weight", (self.vocab_size, hidden))))
         weights.check_all_taken()
         cos, sin = rope_table(self.context_length, config["head_dim"], config["rope_theta"])
         self.cos, self.sin = place(cos), place(sin)
@@ -115,7 +113,10 @@ class _Layer:
         self.query_norm = place(take("self_attn.q_norm", self.head_dim), torch.float32)
         self.key_norm = place(take("self_attn.k_norm", self.head_dim), torch.float32)
         width, kv_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        inputs = [take(f"self_attn.{part}_proj", size, hidden) for part, size in zip("qkv", (width, kv_width, kv_width), strict=True)]
+        inputs = [
+            take(f"self_attn.{part}_proj", size, hidden)
+            for part, size in zip("qkv", (width, kv_width, kv_width), strict=True)
+        ]
         self.inputs = Linear(place(torch.cat(inputs)))
         self.output = Linear(place(take("self_attn.o_proj", hidden, width)))
         inner = config["intermediate_size"]
@@ -130,7 +131,7 @@ class _Layer:
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch, pool: DevicePool, eps: float
     ) -> torch.Tensor:
         heads, kv_heads, head_dim = self.heads, self.kv_heads, self.head_dim
-        q, k, v = self.inputs(x).view(len(x), -1, head_dim).split([heads, kv_heads, kv_heads], 1)
+        q, k, v = torch.split(self.inputs(x).view(len(x), -1, head_dim), [heads, kv_heads, kv_heads], 1)
         q = rotate(rms_norm(q.contiguous(), self.query_norm, eps), cos, sin)
         k = rotate(rms_norm(k.contiguous(), self.key_norm, eps), cos, sin)
         rows = pool.token_views[self.name]

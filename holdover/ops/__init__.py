@@ -1,1 +1,1 @@
-"""Kernels, each a function of tensors: attention, delta rules, convolution, mixture of experts, norms, rotary positions."""
+"""Kernels, each a function of tensors: attention, delta rules, experts, products, norms, rotary positions."""

@@ -59,7 +59,9 @@ def latent_attention(
     library = native.library() if q.device.type == "cpu" else None
     single = [i for i, (first, last) in enumerate(bounds) if last - first == 1]
     if library is not None and single:
-        _native_tokens(library, q, rows, latent_dim, scale, [bounds[i][0] for i in single], [tables[i] for i in single], out)
+        _native_tokens(
+            library, q, rows, latent_dim, scale, [bounds[i][0] for i in single], [tables[i] for i in single], out
+        )
     matrix_unit = q.shape[2] % 32 == latent_dim % 32 == 0 and native.has_matrix_unit(q)
     for (first, last), table in zip(bounds, tables, strict=True):
         if last - first == 1 and library is not None:

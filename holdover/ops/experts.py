@@ -83,7 +83,7 @@ def experts_feed_forward(
 def _dispatch(
     x: torch.Tensor, experts: torch.Tensor, counts: list[int], starts: list[int], library: ctypes.CDLL | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of x sorted by expert, expert e's from `starts[e]` on, and the row of each choice, int64 [tokens * top_k]."""
+    """Rows of x sorted by expert, e's from `starts[e]` on, and the row of each choice, int64 [tokens * top_k]."""
     num_tokens, top_k = experts.shape
     if library is not None:
         rows = torch.empty(starts[-1], x.shape[1], dtype=x.dtype)

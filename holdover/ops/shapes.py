@@ -1,8 +1,8 @@
 """Shapes that matrix products are padded to.
 
-Without a matrix unit of our own (see ops/linear.py), bfloat16 products on the CPU are compiled for each shape that is new to the process, at almost a millisecond each,
-many times what a small product takes. Batches of agents' turns have ever new shapes; so sizes are rounded up to one of
-a few. See docs/design/cpu-kernels.md for the measurement.
+Without a matrix unit of our own (see ops/linear.py), bfloat16 products on the CPU are compiled for each shape that is
+new to the process, at almost a millisecond each, many times what a small product takes. Batches of agents' turns have
+ever new shapes; so sizes are rounded up to one of a few. See docs/design/cpu-kernels.md for the measurement.
 """
 
 import torch

@@ -25,7 +25,9 @@ class _Answer:
     object_name: str
     chunk_name: str
 
-    def __init__(self, answer_id: str, model: str, request: CompletionRequest | ChatRequest, tokenizer: ChatTokenizer) -> None:
+    def __init__(
+        self, answer_id: str, model: str, request: CompletionRequest | ChatRequest, tokenizer: ChatTokenizer
+    ) -> None:
         self.request = request
         self.tokenizer = tokenizer
         self._head = {"id": answer_id, "created": int(time.time()), "model": model}

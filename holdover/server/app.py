@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import msgspec
@@ -183,7 +183,7 @@ class Server:
         with_usage = bool(body.stream_options and body.stream_options.include_usage)
         return StreamingResponse(_stream(first, outputs, answer, with_usage), media_type="text/event-stream")
 
-    async def _outputs(self, requests: list[Generate]) -> AsyncIterator[tuple[int, Output]]:
+    async def _outputs(self, requests: list[Generate]) -> AsyncGenerator[tuple[int, Output], None]:
         """Outputs of all requests as they come, each with its choice's number. Ends them all if left early."""
         if len(requests) == 1:
             async with contextlib.aclosing(self._engine.generate(requests[0], requests[0].n)) as single:
@@ -217,9 +217,9 @@ class Server:
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _collect(outputs: AsyncIterator[tuple[int, Output]], answer: Answer) -> dict[str, Any]:
+async def _collect(outputs: AsyncGenerator[tuple[int, Output], None], answer: Answer) -> dict[str, Any]:
     usages: dict[int, Usage] = {}
-    async with contextlib.aclosing(outputs) as all_outputs:  # type: ignore[type-var]
+    async with contextlib.aclosing(outputs) as all_outputs:
         async for index, output in all_outputs:
             answer.add(index, output)
             if output.usage is not None:
@@ -228,7 +228,7 @@ async def _collect(outputs: AsyncIterator[tuple[int, Output]], answer: Answer) -
 
 
 async def _stream(
-    first: tuple[int, Output], outputs: AsyncIterator[tuple[int, Output]], answer: Answer, with_usage: bool
+    first: tuple[int, Output], outputs: AsyncGenerator[tuple[int, Output], None], answer: Answer, with_usage: bool
 ) -> AsyncIterator[bytes]:
     usages: dict[int, Usage] = {}
 
@@ -237,7 +237,7 @@ async def _stream(
             usages[index] = output.usage
         return b"".join(_event(chunk) for chunk in answer.chunks(index, output, with_usage))
 
-    async with contextlib.aclosing(outputs) as rest:  # type: ignore[type-var]
+    async with contextlib.aclosing(outputs) as rest:
         try:
             yield event(*first)
             async for index, output in rest:

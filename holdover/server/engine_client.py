@@ -6,8 +6,7 @@ import itertools
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Self
 
 import msgspec
@@ -52,9 +51,7 @@ class EngineProcess:
         self.outgoing.bind(self.to_engine)
         config = msgspec.structs.replace(config, to_engine=self.to_engine, from_engine=self.from_engine)
         # A session of its own: Ctrl-C reaches the server only. Its standard input closes when this process ends.
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", module], stdin=subprocess.PIPE, start_new_session=True
-        )
+        self.process = subprocess.Popen([sys.executable, "-m", module], stdin=subprocess.PIPE, start_new_session=True)
         assert self.process.stdin is not None
         self.process.stdin.write(msgspec.json.encode(config) + b"\n")
         self.process.stdin.flush()
@@ -104,11 +101,15 @@ class EngineClient:
     async def __aexit__(self, *_: object) -> None:
         for task in self._tasks:
             task.cancel()
-        with contextlib.suppress(zmq.ZMQError):
+        with contextlib.suppress(RequestError):
             await self._send(Shutdown())
 
     async def _send(self, message: ToEngine) -> None:
-        await self._outgoing.send(_encoder.encode(message))
+        """Raises RequestError if there is no engine any more: waiting for one would never end."""
+        try:
+            await self._outgoing.send(_encoder.encode(message), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            raise RequestError(f"the engine can't be reached ({error})", status=503, code="engine_dead") from None
 
     async def _receive(self) -> None:
         while True:
@@ -130,7 +131,7 @@ class EngineClient:
         for stream in self._streams.values():
             stream.put_nowait(None)
 
-    async def generate(self, request: Generate, choices: int) -> AsyncIterator[Output]:
+    async def generate(self, request: Generate, choices: int) -> AsyncGenerator[Output, None]:
         """Outputs of a request until all its choices have ended. Leaving the loop early cancels it at once.
 
         Raises RequestError if the engine refuses it or has died.
@@ -155,7 +156,8 @@ class EngineClient:
         finally:
             del self._streams[request.id]
             if left and self.failure is None:
-                self._outgoing.send(_encoder.encode(Cancel(request.id)))  # queued at once; nobody waits for it
+                with contextlib.suppress(zmq.ZMQError):
+                    self._outgoing.send(_encoder.encode(Cancel(request.id)), zmq.NOBLOCK)  # queued at once
 
     def check_alive(self) -> None:
         if self.failure is not None:
@@ -173,8 +175,3 @@ class EngineClient:
         except TimeoutError:
             self._statistics.pop(number, None)
             raise RequestError("the engine is busy and did not answer in time", status=503) from None
-
-
-def started() -> int:
-    """Unix time, for `created` fields."""
-    return int(time.time())

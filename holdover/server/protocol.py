@@ -1,4 +1,4 @@
-"""OpenAI's requests and answers, as far as Holdover speaks them. What is unknown or not implemented is refused by name."""
+"""OpenAI's requests and answers, as far as Holdover speaks them. What is unknown or unsupported is refused by name."""
 
 import re
 from typing import Annotated, Any, Literal

@@ -68,9 +68,7 @@ def serve(
         tokenizer = ChatTokenizer(Path(config.model))
         ready = engine.wait_ready()
         signal.signal(signal.SIGTERM, previous)
-        return asyncio.run(
-            _run(engine, ready, Server(model_name, tokenizer), listener, lambda: announce(ready, url))
-        )
+        return asyncio.run(_run(engine, ready, Server(model_name, tokenizer), listener, lambda: announce(ready, url)))
     except KeyboardInterrupt:
         return 130
     finally:

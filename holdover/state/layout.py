@@ -37,7 +37,7 @@ class Field:
         typed = rows.view(self.spec.dtype)
         first = self.start // self.spec.dtype.itemsize
         part = typed[:, first : first + prod(self.spec.shape)]
-        return part.unflatten(1, self.spec.shape) if len(self.spec.shape) != 1 else part
+        return part.view(len(rows), *self.spec.shape)
 
 
 def _pack(arrays: tuple[ArraySpec, ...]) -> tuple[tuple[Field, ...], int]:

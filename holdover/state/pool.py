@@ -41,8 +41,8 @@ class DevicePool:
         self.live = torch.zeros(max_running, self.live_bytes, dtype=torch.uint8, device=device)
         self.token_views = {part.spec.name: part.view(self.arena) for part in layout.token_fields}
         self.live_views = {part.spec.name: part.view(self.live) for part in layout.snapshot_fields}
-        # On the CPU, copies go through numpy: PyTorch would start a team of threads for each thread that copies, and the
-        # teams would spin against the model's.
+        # On the CPU, copies go through numpy: PyTorch would start a team of threads for each thread that copies, and
+        # the teams would spin against the model's.
         self._host = self.arena.numpy() if device.type == "cpu" else None
         self._free: Slots = np.arange(self.num_slots, dtype=np.int64)[::-1].copy()
         self._num_free = self.num_slots

@@ -111,6 +111,11 @@ def _arrays(layout: Layout, kind: Kind, num_tokens: int) -> dict[str, object]:
     }
 
 
+def _checksum_entry(checksum: str) -> bytes:
+    """The checksum as it stands in a header."""
+    return f'"checksum":"{checksum}"'.encode()
+
+
 def data_bytes(layout: Layout, kind: Kind, num_tokens: int) -> int:
     """Bytes of a segment's arrays, without its header."""
     if kind is Kind.SNAPSHOT:
@@ -146,7 +151,7 @@ def segment_bytes(header: SegmentHeader, layout: Layout) -> int:
 def encode(
     header: SegmentHeader,
     layout: Layout,
-    fill: Callable[[torch.Tensor], None],
+    fill: Callable[[torch.Tensor], object],
     tokens: Tokens | None = None,
 ) -> torch.Tensor:
     """Make a segment: uint8 [bytes]. `fill` writes the state into the uint8 view of its place that it is given.
@@ -166,8 +171,8 @@ def encode(
     else:
         fill(buffer[data_start:])
     whole[:data_start] = np.frombuffer(blank, dtype=np.uint8)
-    checksum = blake3(memoryview(whole)).hexdigest()
-    sealed = blank.replace(NO_CHECKSUM.encode(), checksum.encode(), 1)
+    checksum = blake3(whole.data).hexdigest()
+    sealed = blank.replace(_checksum_entry(NO_CHECKSUM), _checksum_entry(checksum))
     whole[:data_start] = np.frombuffer(sealed, dtype=np.uint8)
     return buffer
 
@@ -216,12 +221,12 @@ def _checked_header(head: bytes, layout: Layout, fingerprint: str) -> tuple[Segm
         )
     if entries != _arrays(layout, header.kind, header.end - header.start):
         raise DamagedSegment("its arrays are not those of this layout")
-    return header, checksum, head.replace(checksum.encode(), NO_CHECKSUM.encode(), 1)
+    return header, checksum, head.replace(_checksum_entry(checksum), _checksum_entry(NO_CHECKSUM))
 
 
 def decode(buffer: torch.Tensor, layout: Layout, fingerprint: str, name: str) -> Segment:
     """Check and view a segment that a tier keeps as `name`. Raises DamagedSegment if anything at all is wrong."""
-    whole = memoryview(buffer.numpy())
+    whole = buffer.numpy().data
     data_start = 8 + int.from_bytes(whole[:8], "little")
     if len(whole) < 8 or data_start > min(len(whole), MAX_HEADER_BYTES):
         raise DamagedSegment("the header is cut off or absurdly long")

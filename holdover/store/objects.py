@@ -69,7 +69,7 @@ class DiskTier:
             return None
         except (OSError, BaseError) as error:
             raise TierError(f"reading from the disk tier {self.folder} failed: {_reason(error)}") from error
-        array = np.frombuffer(content, dtype=np.uint8)
+        array = np.frombuffer(memoryview(content), dtype=np.uint8)
         return torch.from_numpy(array if array.flags.writeable else array.copy())
 
     def put(self, name: str, nbytes: int, make: Callable[[], torch.Tensor]) -> PutResult:
@@ -77,7 +77,7 @@ class DiskTier:
         if result.status is not PutStatus.KEPT:
             return result
         try:
-            obstore.put(self._store, _path(name), memoryview(make().numpy()), mode="create", use_multipart=False)
+            obstore.put(self._store, _path(name), make().numpy().data, mode="create", use_multipart=False)
         except AlreadyExistsError:
             pass
         except (OSError, BaseError) as error:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -211,11 +212,11 @@ class Store:
             for part in job.parts:
                 by_segment.setdefault(part.saved.name, []).append(part)
             for parts in by_segment.values():
-                if not self._load_segment(parts[0].saved, result, lambda segment, parts=parts: self._place(parts, segment)):
+                if not self._load_segment(parts[0].saved, result, partial(self._place, parts)):
                     result.ok = False
                     break
             if result.ok and job.snapshot is not None:
-                result.ok = self._load_segment(job.snapshot, result, lambda segment: self._place_snapshot(job, segment))
+                result.ok = self._load_segment(job.snapshot, result, partial(self._place_snapshot, job))
         except Exception:
             log.exception("loading failed; the request computes instead")
             result.ok = False

@@ -8,7 +8,7 @@ import numpy as np
 from holdover.errors import TierError
 from holdover.state.address import Tokens
 from holdover.state.segment import DamagedSegment, Kind, SegmentHeader, parse_header
-from holdover.state.tree import PrefixTree, Saved, path_to
+from holdover.state.tree import Node, PrefixTree, Saved, path_to
 from holdover.store.objects import DiskTier
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ def recover(tree: PrefixTree, tier: DiskTier, fingerprint: str) -> Recovery:
             rows.setdefault(header.parent, []).append((header, tokens))
         else:
             snapshots.append(header)
-    ends = {}
+    ends: dict[bytes, Node] = {}
     todo = [parent for parent in rows if any(header.space == parent for header, _ in rows[parent])]
     while todo:
         parent_address = todo.pop()

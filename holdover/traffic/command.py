@@ -69,7 +69,14 @@ def run_replay(
         results,
         time.perf_counter() - begin,
         trace.name,
-        {"agents": agents, "think_scale": think_scale, "think_limit": think_limit, "shrink": shrink, "url": url, "interrupted": interrupted},
+        {
+            "agents": agents,
+            "think_scale": think_scale,
+            "think_limit": think_limit,
+            "shrink": shrink,
+            "url": url,
+            "interrupted": interrupted,
+        },
     )
     if json_file != "-":
         Console().print(table(report))

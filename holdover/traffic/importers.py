@@ -155,7 +155,7 @@ def _weka(name: str, document: dict[str, Any], blocks: BlockTokens) -> Session:
     turns: list[Turn] = []
     for request in document["requests"]:
         # A sub-agent's turns come where its parent spawned it; the parent waits for them.
-        for each in request["requests"] if "requests" in request else [request]:
+        for each in request.get("requests", [request]):
             if each.get("hash_ids"):
                 turns.append(turn(each))
     return Session(session, tuple(turns))

@@ -1,4 +1,4 @@
-"""Replays sessions against an OpenAI-compatible server, in a closed loop: a turn is sent when the last one has ended."""
+"""Replays sessions against an OpenAI-compatible server, in a closed loop: each turn follows the end of the last."""
 
 import asyncio
 import time
@@ -60,7 +60,7 @@ async def server_model(url: str, api_key: str | None) -> dict[str, Any]:
     try:
         async with aiohttp.ClientSession(headers=_headers(api_key)) as client:
             async with client.get(f"{base_url(url)}/v1/models", timeout=aiohttp.ClientTimeout(10)) as answer:
-                body = await answer.json()
+                body = await answer.json(content_type=None)
                 model: dict[str, Any] = body["data"][0]
                 return model
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -182,6 +182,8 @@ async def _read_stream(content: aiohttp.StreamReader, result: TurnResult, sent: 
             continue
         data = line[5:].strip()
         if data == b"[DONE]":
+            if result.ttft is None:
+                result.error = "the stream held no token"
             return
         chunk = msgspec.json.decode(data)
         if "error" in chunk:
@@ -198,6 +200,7 @@ async def _read_stream(content: aiohttp.StreamReader, result: TurnResult, sent: 
             result.token_ids += choice.get("token_ids") or ()
         if chunk.get("usage"):
             _read_usage(chunk["usage"], result)
+    result.error = "the stream broke off before its end"
 
 
 def _read_usage(usage: dict[str, Any], result: TurnResult) -> None:

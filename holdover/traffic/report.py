@@ -19,7 +19,9 @@ def percentiles(values: Sequence[float]) -> dict[str, float | None]:
     return {f"p{p}": round(float(point), 3) for p, point in zip(PERCENTILES, points, strict=True)}
 
 
-def summarise(results: Sequence[TurnResult], wall_seconds: float, trace: str, options: dict[str, Any]) -> dict[str, Any]:
+def summarise(
+    results: Sequence[TurnResult], wall_seconds: float, trace: str, options: dict[str, Any]
+) -> dict[str, Any]:
     """The report of a replay as JSON. Rates count turns that ended well."""
     good = [result for result in results if result.error is None]
     reused: dict[str, int] = {}
@@ -41,7 +43,9 @@ def summarise(results: Sequence[TurnResult], wall_seconds: float, trace: str, op
         "sessions": len({result.session for result in results}),
         "wall_s": round(wall_seconds, 3),
         "turns_per_hour": round(len(good) / wall_seconds * 3600, 1) if wall_seconds else 0.0,
-        "output_tokens_per_second": round(sum(r.output_tokens for r in good) / wall_seconds, 2) if wall_seconds else 0.0,
+        "output_tokens_per_second": round(sum(r.output_tokens for r in good) / wall_seconds, 2)
+        if wall_seconds
+        else 0.0,
         "ttft_ms": percentiles([result.ttft for result in good if result.ttft is not None]),
         "inter_token_ms": percentiles([gap for result in good for gap in result.gaps]),
         "turn_ms": percentiles([result.duration for result in good]),

@@ -91,6 +91,9 @@ def test_a_small_demo_run_measures_and_checks_everything(tmp_path: Path, traffic
     assert body["modes"]["resave"]["max_copies"] > 1
     assert body["modes"]["recompute"]["prompt_tokens_computed"] > body["modes"]["holdover"]["prompt_tokens_computed"]
     page = report.read_text()
-    assert "http://" not in page.replace("http://www.w3.org", "").replace("http://json-schema", "") or "<script src" not in page
+    assert (
+        "http://" not in page.replace("http://www.w3.org", "").replace("http://json-schema", "")
+        or "<script src" not in page
+    )
     assert "<script src=" not in page
     assert "holdover" in page

@@ -79,7 +79,7 @@ class Bench:
     def text(self, request: int) -> str:
         return "".join(out.text for out in self.outputs[request])
 
-    def usage(self, request: int, index: int = 0):  # noqa: ANN201
+    def usage(self, request: int, index: int = 0):
         return next(out.usage for out in self.outputs[request] if out.index == index and out.usage is not None)
 
     def last(self) -> int:

@@ -33,7 +33,10 @@ def test_more_agents_than_fit_all_get_their_answers(model: Model) -> None:
 def test_preemption_changes_no_token_and_saves_what_was_computed(model: Model, tiers: int) -> None:
     room = 420
     bench = Bench(
-        model, device_bytes=device_for(model, room), tiers=tuple(MemoryTier(32 << 20) for _ in range(tiers)), max_running=3
+        model,
+        device_bytes=device_for(model, room),
+        tiers=tuple(MemoryTier(32 << 20) for _ in range(tiers)),
+        max_running=3,
     )
     prompts = [prompt(seed, 60) for seed in range(50, 53)]
     requests = [bench.submit(tokens, 150) for tokens in prompts]
@@ -168,7 +171,7 @@ def test_state_bytes_are_the_same_after_save_and_load(hybrid: Model) -> None:
     assert bench.usage(request).reused == {"memory": 77}
 
 
-def as_tokens(tokens: list[int]):  # noqa: ANN201
+def as_tokens(tokens: list[int]):
     from holdover.state.address import as_tokens as convert
 
     return convert(tokens)

@@ -170,7 +170,7 @@ def test_a_join_of_device_and_tier_is_right_at_every_position(hybrid: Model) -> 
         assert set(bench.usage(bench.last()).reused) == {"device", "memory"}
 
 
-def as_array(tokens: list[int]):  # noqa: ANN201
+def as_array(tokens: list[int]):
     from holdover.state.address import as_tokens
 
     return as_tokens(tokens)

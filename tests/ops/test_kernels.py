@@ -14,7 +14,9 @@ pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
-def exact_latent_attention(q: torch.Tensor, rows: torch.Tensor, latent: int, scale: float, table: torch.Tensor) -> torch.Tensor:
+def exact_latent_attention(
+    q: torch.Tensor, rows: torch.Tensor, latent: int, scale: float, table: torch.Tensor
+) -> torch.Tensor:
     """In float64, with the whole matrix of scores."""
     keys = rows[table].double()
     scores = torch.einsum("qhd,kd->qhk", q.double(), keys) * scale
@@ -25,7 +27,9 @@ def exact_latent_attention(q: torch.Tensor, rows: torch.Tensor, latent: int, sca
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 31), (1, 700), (2, 2), (7, 7), (7, 300), (33, 256), (65, 257), (150, 1000)])
+@pytest.mark.parametrize(
+    ("queries", "keys"), [(1, 1), (1, 31), (1, 700), (2, 2), (7, 7), (7, 300), (33, 256), (65, 257), (150, 1000)]
+)
 @pytest.mark.parametrize("heads", [1, 3, 4])
 def test_latent_attention_equals_float64(dtype: torch.dtype, queries: int, keys: int, heads: int) -> None:
     torch.manual_seed(queries * keys + heads)
@@ -46,7 +50,9 @@ def test_latent_attention_equals_float64(dtype: torch.dtype, queries: int, keys:
 def test_rms_norm_equals_float64(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     x, weight = torch.randn(shape).to(dtype), torch.rand(shape[1]) + 0.5
     expected = F.rms_norm(x.double(), shape[1:], weight.double(), 1e-5)
-    torch.testing.assert_close(rms_norm(x, weight, 1e-5).double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    torch.testing.assert_close(
+        rms_norm(x, weight, 1e-5).double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -54,7 +60,9 @@ def test_rms_norm_equals_float64(dtype: torch.dtype, shape: tuple[int, int]) -> 
 def test_gated_silu_equals_float64(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     inner = torch.randn(shape).to(dtype)
     gate, up = inner.double().chunk(2, dim=-1)
-    torch.testing.assert_close(gated_silu(inner).double(), F.silu(gate) * up, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    torch.testing.assert_close(
+        gated_silu(inner).double(), F.silu(gate) * up, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+    )
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -92,5 +100,7 @@ def test_linear_equals_float64(dtype: torch.dtype, tokens: int, inputs: int, out
     x = torch.randn(tokens, inputs + 8).to(dtype)[:, :inputs]  # rows that lie apart
     out = torch.full((tokens, outputs + 5), 7.0, dtype=dtype)
     got = Linear(weight)(x, out=out[:, :outputs])
-    torch.testing.assert_close(got.double(), x.double() @ weight.double().t(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    torch.testing.assert_close(
+        got.double(), x.double() @ weight.double().t(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+    )
     assert (out[:, outputs:] == 7.0).all(), "wrote past its columns"

@@ -16,7 +16,17 @@ class RunningServer:
     """A server started through the command line, on a free port, from `with` to its end."""
 
     def __init__(self, model: Path, *options: str) -> None:
-        command = [sys.executable, "-m", "holdover", "serve", str(model), "--port", "0", "--served-model-name", "tested"]
+        command = [
+            sys.executable,
+            "-m",
+            "holdover",
+            "serve",
+            str(model),
+            "--port",
+            "0",
+            "--served-model-name",
+            "tested",
+        ]
         self.process = subprocess.Popen(
             [*command, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )

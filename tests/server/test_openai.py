@@ -24,14 +24,16 @@ def test_models(client: openai.OpenAI) -> None:
 
 
 def test_completion_of_text_and_of_token_ids(client: openai.OpenAI) -> None:
-    text = client.completions.create(model="tested", prompt="The flight", max_tokens=6, temperature=0, extra_body={"return_token_ids": True})
+    text = client.completions.create(
+        model="tested", prompt="The flight", max_tokens=6, temperature=0, extra_body={"return_token_ids": True}
+    )
     ids = text.choices[0].prompt_token_ids
     same = client.completions.create(model="tested", prompt=ids, max_tokens=6, temperature=0)
     assert same.choices[0].text == text.choices[0].text
     assert text.usage.prompt_tokens == len(ids)
     assert text.usage.completion_tokens == 6
     assert text.choices[0].finish_reason == "length"
-    several = client.completions.create(model="tested", prompt=["The flight", ids], max_tokens=6, temperature=0, n=2)
+    several = client.completions.create(model="tested", prompt=[ids, ids], max_tokens=6, temperature=0, n=2)
     assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
     assert {choice.text for choice in several.choices} == {text.choices[0].text}
 
@@ -83,7 +85,9 @@ def test_seeds_n_and_logprobs(client: openai.OpenAI) -> None:
     assert texts == [choice.message.content for choice in b.choices]
     assert len(set(texts)) > 1
     assert a.usage.completion_tokens == 18
-    said = client.chat.completions.create(model="tested", messages=CHAT, max_tokens=3, temperature=0, logprobs=True, top_logprobs=2)
+    said = client.chat.completions.create(
+        model="tested", messages=CHAT, max_tokens=3, temperature=0, logprobs=True, top_logprobs=2
+    )
     content = said.choices[0].logprobs.content
     assert len(content) == 3
     assert all(each.logprob == pytest.approx(each.top_logprobs[0].logprob) for each in content)
@@ -123,7 +127,7 @@ def test_bad_parameters_are_refused_by_name(client: openai.OpenAI, change: dict[
     options = {"model": "tested", "messages": CHAT, "max_tokens": 4}
     body = {**options, **change}
     with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(**{k: v for k, v in body.items()})  # type: ignore[call-overload]
+        client.chat.completions.create(**body)  # type: ignore[call-overload]
     assert caught.value.param == param
     assert caught.value.type == "invalid_request_error"
 
@@ -143,7 +147,7 @@ def test_an_unknown_model(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("body", "status"),
     [(b'{"prompt": ', 400), (b"\xff\xfe", 400), (b"[]", 400), (b'{"prompt": [1], "surprise": 1}', 400),
-     (b'{"prompt": [1, "a"]}', 400), (b'{"prompt": [99999999]}', 400), (b'{"prompt": [-1]}', 400), (b'{"prompt": []}', 400),
+     (b'{"prompt": [1, "a"]}', 400), (b'{"prompt": [99999999]}', 400), (b'{"prompt": [-1]}', 400), (b'{"prompt": []}', 400),  # noqa: E501
      (b"[" * 100_000, 400)],
 )  # fmt: skip
 def test_broken_bodies_get_openais_error_shape(server: RunningServer, body: bytes, status: int) -> None:
@@ -173,7 +177,9 @@ def test_health_and_metrics(server: RunningServer) -> None:
 def test_another_salt_is_never_served_from_this_ones_state(server: RunningServer) -> None:
     body = {"prompt": list(range(400, 460)), "max_tokens": 1}
     usages = [
-        server.post("/v1/completions", {**body, "cache_salt": salt})[1]["usage"]["prompt_tokens_details"]["cached_tokens"]
+        server.post("/v1/completions", {**body, "cache_salt": salt})[1]["usage"]["prompt_tokens_details"][
+            "cached_tokens"
+        ]
         for salt in ("a", "b", "a")
     ]
     assert usages == [0, 0, 60]

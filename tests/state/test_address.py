@@ -13,7 +13,9 @@ TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=300)
 
 def by_the_book(fingerprint: str, salt: str, tokens: list[int], position: int) -> bytes:
     """The documented construction, written out on its own."""
-    key = blake3(fingerprint.encode() + b"\0" + salt.encode(), derive_key_context="holdover 2026 state address v1").digest()
+    key = blake3(
+        fingerprint.encode() + b"\0" + salt.encode(), derive_key_context="holdover 2026 state address v1"
+    ).digest()
     chain = bytes(32)
     for stride in range(position // 64):
         part = b"".join(token.to_bytes(4, "little") for token in tokens[64 * stride : 64 * stride + 64])

@@ -18,13 +18,13 @@ ADDRESS, SPACE = bytes(range(32)), bytes(32)
 def rows_segment(count: int = 5) -> tuple[torch.Tensor, SegmentHeader, torch.Tensor]:
     header = SegmentHeader(Kind.ROWS, "model", SPACE, ADDRESS, SPACE, 7, 7 + count)
     rows = torch.randint(0, 256, (count, LAYOUT.bytes_per_token), dtype=torch.uint8)
-    return encode(header, LAYOUT, lambda place: place.copy_(rows) and None, as_tokens(range(count))), header, rows
+    return encode(header, LAYOUT, lambda place: place.copy_(rows), as_tokens(range(count))), header, rows
 
 
 def snapshot_segment() -> tuple[torch.Tensor, SegmentHeader, torch.Tensor]:
     header = SegmentHeader(Kind.SNAPSHOT, "model", SPACE, ADDRESS, SPACE, 12, 12)
     state = torch.randint(0, 256, (LAYOUT.bytes_per_snapshot,), dtype=torch.uint8)
-    return encode(header, LAYOUT, lambda place: place.copy_(state) and None), header, state
+    return encode(header, LAYOUT, lambda place: place.copy_(state)), header, state
 
 
 def test_rows_come_back_bit_for_bit() -> None:

@@ -214,7 +214,14 @@ TestTree.settings = settings(max_examples=60, stateful_step_count=40, deadline=N
 
 
 def test_common_length() -> None:
-    pairs = [([], [], 0), ([1], [], 0), ([1, 2], [1, 2], 2), ([1, 2, 3], [1, 2], 2), ([1, 2, 3], [1, 9, 3], 1), ([5], [6], 0)]
+    pairs = [
+        ([], [], 0),
+        ([1], [], 0),
+        ([1, 2], [1, 2], 2),
+        ([1, 2, 3], [1, 2], 2),
+        ([1, 2, 3], [1, 9, 3], 1),
+        ([5], [6], 0),
+    ]
     for a, b, expected in pairs:
         assert common_length(as_tokens(a), as_tokens(b)) == expected == common_length(as_tokens(b), as_tokens(a))
     assert isinstance(common_length(np.arange(3), np.arange(3)), int)

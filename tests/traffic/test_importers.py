@@ -82,7 +82,10 @@ def test_the_shipped_sessions() -> None:
 
 
 def test_swe_agent(tmp_path: Path) -> None:
-    history = [{"role": role, "content": text} for role, text in (("system", "s"), ("user", "u"), ("assistant", "a" * 40), ("user", "o"), ("assistant", "b"))]
+    history = [
+        {"role": role, "content": text}
+        for role, text in (("system", "s"), ("user", "u"), ("assistant", "a" * 40), ("user", "o"), ("assistant", "b"))
+    ]
     document = {"history": history, "trajectory": [{"execution_time": 2.5}, {"execution_time": 1.0}]}
     session = load_trace(write(tmp_path, "run.traj", json.dumps(document).encode()), BLOCKS)[0]
     assert [len(turn.messages or ()) for turn in session.turns] == [2, 4]
@@ -91,8 +94,8 @@ def test_swe_agent(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"not json", b"[1, 2]", b"{}", b'{"requests": 3, "block_size": 64}', b'{"messages": [{"content": 1}]}',
-                b'{"history": "x"}', b'{"requests": [], "block_size": 64}', b'{"requests": [{"hash_ids": ["x"]}], "block_size": 64}', b"\xff\xfe\x00"],
+    "content", [b"", b"not json", b"[1, 2]", b"{}", b'{"requests": 3, "block_size": 64}', b'{"messages": [{"content": 1}]}',  # noqa: E501
+                b'{"history": "x"}', b'{"requests": [], "block_size": 64}', b'{"requests": [{"hash_ids": ["x"]}], "block_size": 64}', b"\xff\xfe\x00"],  # noqa: E501
 )  # fmt: skip
 def test_what_is_no_trace_is_refused_clearly(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(TraceError):
@@ -110,7 +113,9 @@ def test_a_missing_file_and_a_broken_archive(tmp_path: Path) -> None:
 
 @settings(max_examples=200)
 @given(st.data())
-def test_a_damaged_trace_never_crashes_the_reader(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_a_damaged_trace_never_crashes_the_reader(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
     content = bytearray(json.dumps(weka()).encode())
     for _ in range(data.draw(st.integers(1, 6))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))

@@ -37,7 +37,7 @@ def test_replay_of_block_ids_counts_what_the_server_counts(server: RunningServer
 
 def test_replay_of_text_goes_through_chat(server: RunningServer) -> None:
     done = run_cli(
-        "replay", str(DATA / "tau-bench-airline.jsonl.xz"), "--url", server.url + "/v1", "--agents", "2", "--sessions", "2",
+        "replay", str(DATA / "tau-bench-airline.jsonl.xz"), "--url", server.url + "/v1", "--agents", "2", "--sessions", "2",  # noqa: E501
         "--turns", "2", "--think-scale", "0", "--json", "-",
     )  # fmt: skip
     report = json.loads(done.stdout)
@@ -64,7 +64,10 @@ def test_a_server_that_answers_nonsense_fails_turns_not_the_replay() -> None:
         for body in (b'{"data": [{"id": "m"}]}', b"garbage"):
             connection, _ = listener.accept()
             connection.recv(1 << 16)
-            connection.sendall(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+            connection.sendall(
+                b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Type: text/html\r\nContent-Length: %d\r\n\r\n%s"
+                % (len(body), body)
+            )
             connection.close()
 
     threading.Thread(target=serve, daemon=True).start()
@@ -84,7 +87,9 @@ def test_bodies_ask_for_what_was_recorded() -> None:
     route, body = request_body(Session("s", ()), Turn(7, token_ids=(1, 2)), ReplayOptions(1, model="m"))
     assert route == "/v1/completions"
     assert (body["prompt"], body["max_tokens"], body["min_tokens"], body["ignore_eos"]) == ((1, 2), 7, 7, True)
-    route, body = request_body(Session("s", ()), Turn(7, messages=({"role": "user"},)), ReplayOptions(1, fixed_length=False))
+    route, body = request_body(
+        Session("s", ()), Turn(7, messages=({"role": "user"},)), ReplayOptions(1, fixed_length=False)
+    )
     assert route == "/v1/chat/completions"
     assert "ignore_eos" not in body
     assert base_url("http://x:1/v1/") == "http://x:1"
@@ -93,7 +98,18 @@ def test_bodies_ask_for_what_was_recorded() -> None:
 
 
 def test_failed_turns_are_counted_apart() -> None:
-    good = TurnResult("a", 0, 0.0, ttft=0.1, duration=0.5, gaps=[0.02, 0.04], prompt_tokens=10, output_tokens=3, cached_tokens=4, computed=6)
+    good = TurnResult(
+        "a",
+        0,
+        0.0,
+        ttft=0.1,
+        duration=0.5,
+        gaps=[0.02, 0.04],
+        prompt_tokens=10,
+        output_tokens=3,
+        cached_tokens=4,
+        computed=6,
+    )
     report = summarise([good, TurnResult("a", 1, 0.5, error="HTTP 500")], 2.0, "t", {})
     assert (report["turns"], report["failed_turns"], report["first_error"]) == (1, 1, "HTTP 500")
     assert report["turns_per_hour"] == 1800.0
