@@ -116,10 +116,13 @@ def result_table(body: dict[str, Any]) -> Table:
 def summary(demo: DemoRun, body: dict[str, Any]) -> str:
     """What the table means, in a few lines."""
     speed = body["speedup"]
+    share = f"1/{DEVICE_SHARE}"
+    if demo.device_budget_bytes != demo.working_set_bytes // DEVICE_SHARE:
+        share = "as given" if demo.plan.device_bytes else f"more than 1/{DEVICE_SHARE}, for two of the longest requests"
     identical = {None: "not checked (--check)", True: "yes", False: "NO"}[body["outputs_identical"]]
     return (
         f"device budget {format_bytes(demo.device_budget_bytes)} of a working set of "
-        f"{format_bytes(demo.working_set_bytes)} (1/{DEVICE_SHARE} unless given); memory tier "
+        f"{format_bytes(demo.working_set_bytes)} ({share}); memory tier "
         f"{format_bytes(demo.tier_bytes)}\n"
         f"[bold]{speed['vs_recompute']:.2f} times[/bold] the turns/hour of recompute, {speed['vs_resave']:.2f} times "
         f"those of resave, {speed['of_unlimited']:.0%} of unlimited\n"

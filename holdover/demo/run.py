@@ -15,7 +15,7 @@ from holdover.demo.servers import Counts, DemoServer
 from holdover.demo.traffic import distinct_prefix_positions
 from holdover.errors import HoldoverError
 from holdover.server.chat import ChatTokenizer
-from holdover.traffic.replay import ReplayOptions, TurnResult, replay
+from holdover.traffic.replay import ReplayOptions, TurnResult, replay, server_model
 from holdover.traffic.report import percentiles
 from holdover.traffic.trace import Session, Turn
 
@@ -69,12 +69,14 @@ Report = Callable[[str, int, int], None]  # phase, turns done, turns in all
 
 def run(plan: Plan, report: Report) -> DemoRun:
     """Measure the working set, then all modes. Raises HoldoverError if a server can't start or a turn fails."""
-    working_set = asyncio.run(_measure_working_set(plan, report))
-    budget = plan.device_bytes or working_set // DEVICE_SHARE
+    prompts = [(_prompt(turn, plan.model), turn.output_tokens) for each in plan.sessions for turn in each.turns]
+    longest = max(len(tokens) + outputs for tokens, outputs in prompts)
+    working_set, least = asyncio.run(_measure_working_set(plan, longest, report))
+    budget = plan.device_bytes or max(working_set // DEVICE_SHARE, least)
     tier = int(working_set * TIER_SHARE)
     modes = asyncio.run(_run_modes(plan, budget, tier, report))
-    prompts = [_prompt(turn, plan.model) for session in plan.sessions for turn in session.turns]
-    return DemoRun(plan, working_set, budget, tier, distinct_prefix_positions(prompts), modes)
+    distinct = distinct_prefix_positions([tokens for tokens, _ in prompts])
+    return DemoRun(plan, working_set, budget, tier, distinct, modes)
 
 
 _tokenizers: dict[Path, ChatTokenizer] = {}
@@ -102,8 +104,9 @@ def _settings(plan: Plan, mode: str, device_bytes: int, tier_bytes: int) -> Sett
     return Settings(config, resave=mode == "resave")
 
 
-async def _measure_working_set(plan: Plan, report: Report) -> int:
-    """Most bytes of state that are on the device when nothing ever has to leave it."""
+async def _measure_working_set(plan: Plan, longest: int, report: Report) -> tuple[int, int]:
+    """Most bytes of state that are on the device when nothing ever has to leave it; and how many bytes the two
+    longest requests need to run at once, below which a budget makes no sense."""
     total = sum(len(session.turns) for session in plan.sessions)
     done = 0
 
@@ -116,7 +119,9 @@ async def _measure_working_set(plan: Plan, report: Report) -> int:
     with DemoServer(_settings(plan, "unlimited", 0, 0)) as server:
         server.wait_ready()
         await _replay(plan, plan.sessions, {}, server, progress, [])
-        return (await server.counts()).device_peak_bytes
+        facts = await server_model(server.url, None)
+        least = 2 * (longest * facts["bytes_per_token"] + 4 * facts["bytes_per_snapshot"])
+        return (await server.counts()).device_peak_bytes, least
 
 
 async def _replay(
