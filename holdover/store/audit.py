@@ -12,13 +12,19 @@ from holdover.store.queues import SaveJob
 MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
-def position_digests(tokens: Tokens) -> list[int]:
-    """A 64-bit digest of the prefix that ends at each token, independent of how it is cut into segments."""
+_powers = np.ones(1, dtype=np.uint64)
+
+
+def position_digests(tokens: Tokens, first: int = 0) -> list[int]:
+    """A 64-bit digest of the prefix that ends at each token from `first` on, however it is cut into segments."""
+    global _powers
     with np.errstate(over="ignore"):
-        powers = np.cumprod(np.full(len(tokens), MULTIPLIER, dtype=np.uint64))
+        if len(_powers) <= len(tokens):
+            _powers = np.cumprod(np.full(2 * len(tokens) + 2, MULTIPLIER, dtype=np.uint64))
         mixed = (tokens.astype(np.uint64) + np.uint64(1)) * np.uint64(0xBF58476D1CE4E5B9)
         mixed ^= mixed >> np.uint64(29)
-        digests: list[int] = np.cumsum(mixed * powers, dtype=np.uint64).tolist()
+        mixed *= _powers[: len(tokens)]
+        digests: list[int] = np.cumsum(mixed, dtype=np.uint64)[first:].tolist()
     return digests
 
 
@@ -33,10 +39,10 @@ class TierAudit:
     def added(self, job: SaveJob) -> int:
         """A segment was put into the tier; returns how many positions of it the tier did not hold before."""
         header = job.header
-        digests = position_digests(job.prefix)
         if header.kind is Kind.SNAPSHOT:
-            return self._count(header.name, [~digests[-1]], count_copies=False)
-        return self._count(header.name, digests[header.start : header.end], count_copies=True)
+            last = position_digests(job.prefix, header.end - 1)
+            return self._count(header.name, [~last[-1]], count_copies=False)
+        return self._count(header.name, position_digests(job.prefix, header.start), count_copies=True)
 
     def _count(self, name: str, digests: list[int], count_copies: bool) -> int:
         new = 0

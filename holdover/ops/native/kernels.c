@@ -231,6 +231,77 @@ static int latent_token(const void *q, const char *rows, int64_t row_stride, con
     return 0;
 }
 
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#define MOST_PARTS 32  // of 32 numbers: rows of up to 1024
+
+// The same for bfloat16 rows of multiples of 32 numbers: scores from pairs of numbers, without widening them first.
+static int latent_token_pairs(const uint16_t *q, const char *rows, int64_t row_stride, const int64_t *table,
+                              int64_t keys, int heads, int width, int latent, float scale, uint16_t *out) {
+    const int parts = width / 32, columns = latent / 16;
+    float *sums = aligned_alloc(64, sizeof(float) * (size_t)heads * latent);
+    if (sums == NULL) return -2;
+    memset(sums, 0, sizeof(float) * (size_t)heads * latent);
+    float most[MAX_HEADS], total[MAX_HEADS], score[MAX_HEADS][KEY_BLOCK] __attribute__((aligned(64)));
+    for (int head = 0; head < heads; head++) {
+        most[head] = -INFINITY;
+        total[head] = 0.0f;
+    }
+    for (int64_t first = 0; first < keys; first += KEY_BLOCK) {
+        const int count = keys - first < KEY_BLOCK ? (int)(keys - first) : KEY_BLOCK;
+        const uint16_t *row[KEY_BLOCK];
+        for (int i = 0; i < count; i++) row[i] = (const uint16_t *)(rows + table[first + i] * row_stride);
+        for (int i = 0; i < count; i++) {
+            const int64_t later = first + KEY_BLOCK + i;  // rows lie anywhere: ask for the next block's in time
+            if (later < keys)
+                for (int line = 0; line < 2 * width; line += 64)
+                    _mm_prefetch(rows + table[later] * row_stride + line, _MM_HINT_T0);
+            __m512bh key[MOST_PARTS];
+            for (int part = 0; part < parts; part++) key[part] = (__m512bh)_mm512_loadu_si512(row[i] + part * 32);
+            for (int head = 0; head < heads; head++) {
+                __m512 dot = _mm512_setzero_ps();
+                for (int part = 0; part < parts; part++)
+                    dot = _mm512_dpbf16_ps(dot, (__m512bh)_mm512_loadu_si512(q + head * width + part * 32), key[part]);
+                score[head][i] = _mm512_reduce_add_ps(dot) * scale;
+            }
+        }
+        for (int head = 0; head < heads; head++) {
+            float highest = most[head], weights = 0.0f;
+            for (int i = 0; i < count; i++) highest = score[head][i] > highest ? score[head][i] : highest;
+            const float shrink = exp_single(most[head] - highest);
+            for (int i = 0; i < count; i++) score[head][i] = exp_single(score[head][i] - highest);
+            for (int i = 0; i < count; i++) weights += score[head][i];
+            total[head] = total[head] * shrink + weights;
+            most[head] = highest;
+            if (shrink != 1.0f)
+                for (int c = 0; c < latent; c++) sums[head * latent + c] *= shrink;
+        }
+        for (int column = 0; column < columns; column++) {
+            __m512 value[KEY_BLOCK];
+            for (int i = 0; i < count; i++)
+                value[i] = _mm512_castsi512_ps(_mm512_slli_epi32(
+                    _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(row[i] + column * 16))), 16));
+            for (int head = 0; head < heads; head++) {
+                float *to = sums + head * latent + column * 16;
+                __m512 a = _mm512_load_ps(to), b = _mm512_setzero_ps();
+                int i = 0;
+                for (; i + 1 < count; i += 2) {
+                    a = _mm512_fmadd_ps(_mm512_set1_ps(score[head][i]), value[i], a);
+                    b = _mm512_fmadd_ps(_mm512_set1_ps(score[head][i + 1]), value[i + 1], b);
+                }
+                if (i < count) a = _mm512_fmadd_ps(_mm512_set1_ps(score[head][i]), value[i], a);
+                _mm512_store_ps(to, _mm512_add_ps(a, b));
+            }
+        }
+    }
+    for (int head = 0; head < heads; head++)
+        for (int c = 0; c < latent; c++) sums[head * latent + c] /= total[head];
+    store_row(out, 0, sums, heads * latent, 1);
+    free(sums);
+    return 0;
+}
+#endif
+
 int holdover_latent_tokens(const void *q, const char *rows, int64_t row_stride, const int64_t *const *tables,
                            const int64_t *lengths, const int64_t *tokens, int num_sequences, int heads, int width,
                            int latent, float scale, void *out, int bf16, int num_threads) {
@@ -238,10 +309,20 @@ int holdover_latent_tokens(const void *q, const char *rows, int64_t row_stride, 
     const int size = bf16 ? 2 : 4;
     int status = 0;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(num_threads) if (num_threads > 1)
-    for (int i = 0; i < num_sequences; i++)
+    for (int i = 0; i < num_sequences; i++) {
+#if defined(__AVX512BF16__)
+        if (bf16 && width % 32 == 0 && latent % 32 == 0) {
+            if (latent_token_pairs((const uint16_t *)q + tokens[i] * heads * width, rows, row_stride, tables[i],
+                                   lengths[i], heads, width, latent, scale,
+                                   (uint16_t *)out + tokens[i] * heads * latent))
+                status = -2;
+            continue;
+        }
+#endif
         if (latent_token((const char *)q + tokens[i] * heads * width * size, rows, row_stride, tables[i], lengths[i],
                          heads, width, latent, scale, (char *)out + tokens[i] * heads * latent * size, bf16))
             status = -2;
+    }
     return status;
 }
 
@@ -518,6 +599,27 @@ int holdover_pack(const uint16_t *weight, uint16_t *packed, int64_t n, int64_t k
     return 0;
 }
 
+// As `multiply` with no sums before, for 16 rows.
+static inline void multiply_half(const uint16_t *a, int64_t a_stride, const uint16_t *b, int steps, float *out) {
+    _tile_zero(0);
+    _tile_zero(1);
+    for (int i = 0; i < steps; i++) {
+        _tile_loadd(4, a + i * 32, a_stride * 2);
+        _tile_loadd(6, b + i * 1024, 64);
+        _tile_loadd(7, b + i * 1024 + 512, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+    }
+    _tile_stored(0, out, 128);
+    _tile_stored(1, out + 16, 128);
+}
+
+static inline void store_pair(uint16_t *to, const float *sums, int64_t width) {
+    const __m512bh pair = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(sums + 16), _mm512_loadu_ps(sums));
+    const __mmask32 kept = width >= 32 ? 0xFFFFFFFFu : (1u << width) - 1;
+    _mm512_mask_storeu_epi16(to, kept, (__m512i)pair);
+}
+
 int holdover_products(const uint16_t *x, int64_t x_stride, const uint16_t *packed, const int64_t *starts,
                       int num_groups, uint16_t *out, int64_t out_stride, int64_t n, int64_t k, int num_threads) {
     const int64_t pairs = (n + 31) / 32, steps = k / 32;
@@ -531,24 +633,27 @@ int holdover_products(const uint16_t *x, int64_t x_stride, const uint16_t *packe
         for (int64_t task = 0; task < num_groups * pairs; task++) {
             const int64_t group = task / pairs, pair = task % pairs;
             const uint16_t *columns = packed + (group * pairs + pair) * steps * 1024;
-            const int64_t left = n - pair * 32, width = left < 32 ? left : 32;
             if (edge == NULL || sums == NULL) {
                 status = -2;
                 continue;
             }
             for (int64_t row = starts[group]; row < starts[group + 1]; row += 32) {
                 const int64_t count = starts[group + 1] - row < 32 ? starts[group + 1] - row : 32;
+                const int64_t needed = count > 16 ? 32 : 16;  // rows that tiles read
                 const uint16_t *rows = x + row * x_stride;
                 int64_t stride = x_stride;
-                if (count < 32) {  // tiles read 32 rows
+                if (count < needed) {
                     for (int64_t r = 0; r < count; r++) memcpy(edge + r * k, rows + r * x_stride, 2 * (size_t)k);
-                    memset(edge + count * k, 0, 2 * (size_t)((32 - count) * k));
+                    memset(edge + count * k, 0, 2 * (size_t)((needed - count) * k));
                     rows = edge;
                     stride = k;
                 }
-                multiply(rows, stride, columns, 1024, 512, (int)steps, sums, 32, 0);
+                if (needed == 32)
+                    multiply(rows, stride, columns, 1024, 512, (int)steps, sums, 32, 0);
+                else
+                    multiply_half(rows, stride, columns, (int)steps, sums);
                 for (int64_t r = 0; r < count; r++)
-                    store_row(out, (row + r) * out_stride + pair * 32, sums + r * 32, (int)width, 1);
+                    store_pair(out + (row + r) * out_stride + pair * 32, sums + r * 32, n - pair * 32);
             }
         }
         free(edge);

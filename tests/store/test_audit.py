@@ -1,0 +1,40 @@
+"""The books of a tier count positions, not segments."""
+
+import numpy as np
+
+from holdover.state.address import as_tokens
+from holdover.state.segment import Kind, SegmentHeader
+from holdover.state.tree import Node, Saved
+from holdover.store.audit import TierAudit, position_digests
+from holdover.store.queues import SaveJob
+
+
+def job(name: int, tokens: list[int], start: int, kind: Kind = Kind.ROWS) -> SaveJob:
+    address, end = bytes([name]) * 32, len(tokens)
+    header = SegmentHeader(kind, "model", bytes(32), address, bytes(32), start if kind is Kind.ROWS else end, end)
+    node = Node(None, as_tokens([]), 0, bytes(32))
+    return SaveJob(Saved(kind, address, start, end), header, as_tokens(tokens), np.empty(0, dtype=np.int64), node)
+
+
+def test_positions_are_told_apart_by_their_whole_prefix() -> None:
+    a, b = position_digests(as_tokens([1, 2, 3, 4])), position_digests(as_tokens([1, 2, 9, 4]))
+    assert a[:2] == b[:2]
+    assert a[2] != b[2]
+    assert a[3] != b[3], "the same token after another prefix is another position"
+    assert position_digests(as_tokens([1, 2, 3, 4]), 2) == a[2:]
+    assert position_digests(as_tokens(range(1000)), 10)[0] == position_digests(as_tokens(range(11)))[10]
+
+
+def test_copies_and_new_positions_are_counted() -> None:
+    audit = TierAudit()
+    assert audit.added(job(1, [1, 2, 3], 0)) == 3
+    assert audit.added(job(2, [1, 2, 3, 4], 3)) == 1
+    assert audit.max_copies == 1
+    assert audit.added(job(3, [1, 2, 3, 4], 0)) == 0, "a second copy of everything"
+    assert audit.max_copies == 2
+    audit.removed(f"{'03' * 32}.rows")
+    audit.removed(f"{'01' * 32}.rows")
+    assert audit.added(job(4, [1, 2, 3], 0)) == 3, "gone, so new again"
+    assert audit.added(job(5, [1, 2, 3], 0, Kind.SNAPSHOT)) == 1
+    assert audit.added(job(6, [1, 2, 3], 0, Kind.SNAPSHOT)) == 0
+    assert audit.max_copies == 2, "snapshots are not token state"
