@@ -14,6 +14,7 @@ from holdover.demo.server_process import Settings
 from holdover.demo.servers import Counts, DemoServer
 from holdover.demo.traffic import distinct_prefix_positions
 from holdover.errors import HoldoverError
+from holdover.loop import run_async
 from holdover.server.chat import ChatTokenizer
 from holdover.traffic.replay import ReplayOptions, TurnResult, replay, server_model
 from holdover.traffic.report import percentiles
@@ -71,10 +72,10 @@ def run(plan: Plan, report: Report) -> DemoRun:
     """Measure the working set, then all modes. Raises HoldoverError if a server can't start or a turn fails."""
     prompts = [(_prompt(turn, plan.model), turn.output_tokens) for each in plan.sessions for turn in each.turns]
     longest = max(len(tokens) + outputs for tokens, outputs in prompts)
-    working_set, least = asyncio.run(_measure_working_set(plan, longest, report))
+    working_set, least = run_async(_measure_working_set(plan, longest, report))
     budget = plan.device_bytes or max(working_set // DEVICE_SHARE, least)
     tier = int(working_set * TIER_SHARE)
-    modes = asyncio.run(_run_modes(plan, budget, tier, report))
+    modes = run_async(_run_modes(plan, budget, tier, report))
     distinct = distinct_prefix_positions([tokens for tokens, _ in prompts])
     return DemoRun(plan, working_set, budget, tier, distinct, modes)
 
@@ -148,6 +149,7 @@ async def _run_modes(plan: Plan, budget: int, tier: int, report: Report) -> dict
     total = sum(len(session.turns) for session in plan.sessions)
     with ExitStack() as stack:
         servers = {mode: stack.enter_context(DemoServer(_settings(plan, mode, budget, tier))) for mode in MODES}
+        stack.callback(lambda: [server.ask_to_end() for server in servers.values()])
         for server in servers.values():
             server.wait_ready()
         for first, last in zip(edges[:-1], edges[1:], strict=True):

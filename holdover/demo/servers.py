@@ -68,14 +68,18 @@ class DemoServer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
+        self.ask_to_end()
         try:
             self._process.wait(6)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+    def ask_to_end(self) -> None:
+        """Tell the server to end; several can be told before any is waited for."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
 
     async def counts(self) -> Counts:
         """The server's counters now, from its /metrics."""

@@ -17,6 +17,7 @@ from holdover.engine.sequence import Sequence, Status
 from holdover.engine.text import NoText, StopStrings, TextDecoder
 from holdover.models.base import Model
 from holdover.state.address import AddressChain, address_key, as_tokens
+from holdover.state.integrity import check_integrity
 from holdover.state.policy import ResponseReturns
 from holdover.state.pool import DevicePool
 from holdover.state.segment import Kind
@@ -397,4 +398,4 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Raise AssertionError if state has been lost, mixed up or leaked."""
-        self.tree.check_integrity(self.holdings.held_slots())
+        check_integrity(self.tree, self.holdings.held_slots())

@@ -14,6 +14,7 @@ import uvicorn
 from holdover.config import EngineConfig
 from holdover.engine.messages import Ready
 from holdover.errors import HoldoverError
+from holdover.loop import run_async
 from holdover.server.app import Server
 from holdover.server.chat import ChatTokenizer
 from holdover.server.engine_client import ENGINE_MODULE, EngineClient, EngineProcess
@@ -68,7 +69,7 @@ def serve(
         tokenizer = ChatTokenizer(Path(config.model))
         ready = engine.wait_ready()
         signal.signal(signal.SIGTERM, previous)
-        return asyncio.run(_run(engine, ready, Server(model_name, tokenizer), listener, lambda: announce(ready, url)))
+        return run_async(_run(engine, ready, Server(model_name, tokenizer), listener, lambda: announce(ready, url)))
     except KeyboardInterrupt:
         return 130
     finally:

@@ -479,34 +479,13 @@ class PrefixTree:
             yield node
             stack.extend(node.children.values())
 
+    def listed(self, node: Node) -> tuple[bool, bool]:
+        """Whether the node is listed as having rows, and a snapshot, on the device."""
+        return node in self._on_device, node in self._snapshots_on_device
+
+    def holders(self, saved: Saved) -> list[Node]:
+        """Nodes whose state a saved segment holds."""
+        return self._saved[saved.name][1]
+
     def num_leases(self) -> int:
         return sum(node.leases + node.snapshot_leases for node in self.nodes())
-
-    def check_integrity(self, other_slots: Slots | None = None) -> None:
-        """Raise AssertionError if any invariant is broken. `other_slots` are those that sequences own themselves."""
-        held = [self.pool.free_slots()] if other_slots is None else [self.pool.free_slots(), other_slots]
-        for node in self.nodes():
-            for first, child in node.children.items():
-                assert child.parent is node and child.start == node.end, "a child does not follow its parent"
-                assert len(child.tokens) > 0 and int(child.tokens[0]) == first, "a child under the wrong token"
-                assert child.leases <= node.leases, "a child leased more than its parent"
-                assert child.last_used <= node.last_used, "a parent less recent than its child"
-            assert (node.slots is not None) == (node in self._on_device), "rows not listed as they are"
-            assert (node.snapshot_slots is not None) == (node in self._snapshots_on_device), "snapshot not listed"
-            on_device = sum(child.slots is not None for child in node.children.values())
-            assert node.device_children == on_device, "device children miscounted"
-            if node.slots is not None:
-                assert len(node.slots) == len(node.tokens), "rows and tokens differ in number"
-                held.append(node.slots)
-            if node.snapshot_slots is not None:
-                assert len(node.snapshot_slots) == self.pool.slots_per_snapshot
-                held.append(node.snapshot_slots)
-            for saved in (node.rows, node.snapshot):
-                if saved is not None:
-                    assert node in self._saved[saved.name][1], "a saved segment does not know its holder"
-            if node.rows is not None:
-                assert node.rows.start <= node.start and node.end <= node.rows.end, "rows outside their segment"
-            if node.snapshot is not None:
-                assert node.snapshot.end == node.end, "a snapshot of another position"
-        slots = np.concatenate(held)
-        assert len(np.unique(slots)) == len(slots) == self.pool.num_slots, "a slot is lost or used twice"

@@ -1,6 +1,5 @@
 """`holdover replay`: from the command line to a report."""
 
-import asyncio
 import json
 import os
 import sys
@@ -12,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from holdover.errors import HoldoverError, TraceError
+from holdover.loop import run_async
 from holdover.traffic.importers import BlockTokens, load_trace
 from holdover.traffic.replay import ReplayOptions, TurnResult, replay, server_model
 from holdover.traffic.report import summarise, table
@@ -50,7 +50,7 @@ def run_replay(
 ) -> None:
     """Replay and report. An interrupted replay reports what it has. Raises HoldoverError."""
     key = os.environ.get("OPENAI_API_KEY")
-    offered = asyncio.run(server_model(url, key))
+    offered = run_async(server_model(url, key))
     blocks = BlockTokens(vocab_size or int(offered.get("vocab_size") or DEFAULT_VOCAB_SIZE), shrink)
     loaded = [session.part(0, turns or len(session.turns)) for session in load_trace(trace, blocks, sessions)]
     options = ReplayOptions(
@@ -103,7 +103,7 @@ def _run(sessions: list[Session], url: str, options: ReplayOptions, results: lis
             bar.update(task, advance=1, note=f"{failed} failed" if failed else "")
 
         try:
-            asyncio.run(replay(sessions, url, options, ended, results))
+            run_async(replay(sessions, url, options, ended, results))
         except KeyboardInterrupt:
             return True
     return False

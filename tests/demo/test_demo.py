@@ -1,8 +1,10 @@
 """The demo: its parts, and a whole small run of it."""
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from holdover.models.registry import load_model
 from holdover.store.memory import MemoryTier
 from tests.engine.harness import Bench
 from tests.engine.test_reuse import fresh, prompt
+from tests.server.test_lifecycle import wait_gone
 
 MODE_FIELDS = {
     "turns_per_hour", "output_tokens_per_second", "prompt_tokens", "prompt_tokens_computed", "bytes_saved",
@@ -66,6 +69,32 @@ def test_resave_stores_every_turn_whole_and_holdover_does_not(hybrid: Model) -> 
     assert copies[0] == 1
     assert copies[1] >= 4
     assert saved[1] > 1.5 * saved[0]
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes that a process started, and those that these started."""
+    found = []
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        found += [int(child), *descendants(int(child))]
+    return found
+
+
+def test_ctrl_c_ends_the_demo_and_all_its_processes_in_under_five_seconds(demo_folder: Path, tmp_path: Path) -> None:
+    assert demo_folder.exists()
+    demo = subprocess.Popen(
+        [sys.executable, "-m", "holdover", "demo", "--quick", "--agents", "4", "--report", str(tmp_path / "x.html")],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while len(pids := descendants(demo.pid)) < 8:  # four servers, each with its engine
+        assert demo.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    begin = time.monotonic()
+    demo.send_signal(signal.SIGINT)
+    assert demo.wait(20) == 130
+    wait_gone(pids, max(0.0, 5 - (time.monotonic() - begin)))
+    assert time.monotonic() - begin < 5
 
 
 @pytest.mark.slow

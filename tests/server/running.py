@@ -1,5 +1,6 @@
 """Real `holdover serve` processes for tests."""
 
+import atexit
 import os
 import signal
 import subprocess
@@ -30,6 +31,7 @@ class RunningServer:
         self.process = subprocess.Popen(
             [*command, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )
+        atexit.register(self.process.kill)  # a test that fails half-way leaves nothing running
         assert self.process.stdout is not None
         self.lines: list[str] = []
         for line in self.process.stdout:

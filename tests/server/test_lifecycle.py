@@ -165,3 +165,12 @@ def test_bad_settings_are_refused_in_one_line(demo_folder: Path, tmp_path: Path)
         taken.listen()
         port = str(taken.getsockname()[1])
         assert_refused(run_cli("serve", model, "--port", port), "is in use", "--port")
+
+
+def test_every_option_is_an_environment_variable_too(demo_folder: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "holdover", "serve", str(demo_folder)],
+        env={**os.environ, "HOLDOVER_SERVE_DEVICE_MEMORY": "lots"},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert_refused(done, "--device-memory", "lots")

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from holdover.state.address import as_tokens
+from holdover.state.integrity import check_integrity
 from holdover.state.layout import LAST_HIDDEN, ArraySpec, Layout
 from holdover.state.pool import DevicePool
 from holdover.state.segment import Kind
@@ -56,7 +57,7 @@ def test_two_agents_share_560_of_1946_tokens_and_the_second_pays_once() -> None:
     publish(tree, second[:560].tolist())  # the second stops at the branch point
     third = as_tokens([*shared, *range(5000, 6386)])
     assert tree.match(tree.root(SPACE), third).position == 560
-    tree.check_integrity()
+    check_integrity(tree)
 
 
 def test_a_dense_model_resumes_at_any_token() -> None:
@@ -115,7 +116,7 @@ def test_a_split_moves_no_bytes_and_keeps_what_is_saved() -> None:
     assert tree.slots_of(node).tolist() == before
     assert upper.rows is saved
     assert node.rows is saved
-    tree.check_integrity()
+    check_integrity(tree)
     tree.lost(saved.name, "memory")
     assert upper.rows is None
     assert node.rows is None
@@ -206,7 +207,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     @invariant()
     def whole(self) -> None:
-        self.tree.check_integrity()
+        check_integrity(self.tree)
 
 
 TestTree = TreeMachine.TestCase

@@ -1,4 +1,4 @@
-"""Compiles kernels.c once for this machine and loads it. Without a compiler the PyTorch form of each kernel runs."""
+"""Compiles the kernels once for this machine and loads it. Without a compiler the PyTorch form of each kernel runs."""
 
 import ctypes
 import hashlib
@@ -14,7 +14,9 @@ from pathlib import Path
 import torch
 
 log = logging.getLogger(__name__)
-SOURCE = Path(__file__).with_name("kernels.c")
+FOLDER = Path(__file__).parent
+SOURCES = ("kernels.c", "matrix.c")
+HEADER = "common.h"
 COMPILE_FLAGS = ["-O3", "-march=native", "-fPIC", "-fopenmp", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math"]
 if platform.machine() in ("x86_64", "AMD64"):
     COMPILE_FLAGS.append("-mprefer-vector-width=512")
@@ -46,11 +48,14 @@ def _processor() -> str:
 def _compile(compiler: str, library: Path) -> None:
     library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        made, objects = Path(folder) / "kernels.so", Path(folder) / "kernels.o"
-        for command in (
-            [compiler, *COMPILE_FLAGS, "-c", str(SOURCE), "-o", str(objects)],
-            [compiler, "-shared", str(objects), "-o", str(made), *_openmp_library(), "-lm"],
-        ):
+        made = Path(folder) / "kernels.so"
+        objects = [str(Path(folder) / f"{source}.o") for source in SOURCES]
+        commands = [
+            [compiler, *COMPILE_FLAGS, "-c", str(FOLDER / source), "-o", target]
+            for source, target in zip(SOURCES, objects, strict=True)
+        ]
+        commands.append([compiler, "-shared", *objects, "-o", str(made), *_openmp_library(), "-lm"])
+        for command in commands:
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
         os.replace(made, library)  # whole or absent, also if two processes compile at once
 
@@ -62,7 +67,8 @@ def library() -> ctypes.CDLL | None:
     if compiler is None:
         log.warning("no C compiler found: the PyTorch kernels run instead, several times slower. Install gcc or clang.")
         return None
-    material = SOURCE.read_bytes() + " ".join([compiler, *COMPILE_FLAGS, *_openmp_library()]).encode()
+    material = b"".join((FOLDER / name).read_bytes() for name in (*SOURCES, HEADER))
+    material += " ".join([compiler, *COMPILE_FLAGS, *_openmp_library()]).encode()
     digest = hashlib.sha256(material + _processor().encode()).hexdigest()[:16]
     path = cache_folder() / f"kernels-{digest}.so"
     try:

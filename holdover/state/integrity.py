@@ -1,0 +1,37 @@
+"""Every invariant of the prefix tree and its pool, checked. Tests call it after every operation."""
+
+import numpy as np
+
+from holdover.state.pool import Slots
+from holdover.state.tree import PrefixTree
+
+
+def check_integrity(tree: PrefixTree, other_slots: Slots | None = None) -> None:
+    """Raise AssertionError if any invariant is broken. `other_slots` are those that sequences own themselves."""
+    held = [tree.pool.free_slots()] if other_slots is None else [tree.pool.free_slots(), other_slots]
+    for node in tree.nodes():
+        for first, child in node.children.items():
+            assert child.parent is node and child.start == node.end, "a child does not follow its parent"
+            assert len(child.tokens) > 0 and int(child.tokens[0]) == first, "a child under the wrong token"
+            assert child.leases <= node.leases, "a child leased more than its parent"
+            assert child.last_used <= node.last_used, "a parent less recent than its child"
+        rows_listed, snapshot_listed = tree.listed(node)
+        assert rows_listed == (node.slots is not None), "rows not listed as they are"
+        assert snapshot_listed == (node.snapshot_slots is not None), "snapshot not listed"
+        on_device = sum(child.slots is not None for child in node.children.values())
+        assert node.device_children == on_device, "device children miscounted"
+        if node.slots is not None:
+            assert len(node.slots) == len(node.tokens), "rows and tokens differ in number"
+            held.append(node.slots)
+        if node.snapshot_slots is not None:
+            assert len(node.snapshot_slots) == tree.pool.slots_per_snapshot
+            held.append(node.snapshot_slots)
+        for saved in (node.rows, node.snapshot):
+            if saved is not None:
+                assert node in tree.holders(saved), "a saved segment does not know its holder"
+        if node.rows is not None:
+            assert node.rows.start <= node.start and node.end <= node.rows.end, "rows outside their segment"
+        if node.snapshot is not None:
+            assert node.snapshot.end == node.end, "a snapshot of another position"
+    slots = np.concatenate(held)
+    assert len(np.unique(slots)) == len(slots) == tree.pool.num_slots, "a slot is lost or used twice"
