@@ -118,7 +118,7 @@ async def _measure_working_set(plan: Plan, longest: int, report: Report) -> tupl
 
     report("working set", 0, total)
     with DemoServer(_settings(plan, "unlimited", 0, 0)) as server:
-        server.wait_ready()
+        await asyncio.to_thread(server.wait_ready)  # so that Ctrl-C is heard meanwhile
         await _replay(plan, plan.sessions, {}, server, progress, [])
         facts = await server_model(server.url, None)
         least = 2 * (longest * facts["bytes_per_token"] + 4 * facts["bytes_per_snapshot"])
@@ -149,9 +149,9 @@ async def _run_modes(plan: Plan, budget: int, tier: int, report: Report) -> dict
     total = sum(len(session.turns) for session in plan.sessions)
     with ExitStack() as stack:
         servers = {mode: stack.enter_context(DemoServer(_settings(plan, mode, budget, tier))) for mode in MODES}
-        stack.callback(lambda: [server.ask_to_end() for server in servers.values()])
+        stack.callback(_end_all, list(servers.values()))
         for server in servers.values():
-            server.wait_ready()
+            await asyncio.to_thread(server.wait_ready)  # so that Ctrl-C is heard meanwhile
         for first, last in zip(edges[:-1], edges[1:], strict=True):
             for mode in MODES:
                 done = partial(_report_mode, report, mode, total)
@@ -159,6 +159,12 @@ async def _run_modes(plan: Plan, budget: int, tier: int, report: Report) -> dict
         for mode in MODES:
             runs[mode].counts = await servers[mode].settled()
     return runs
+
+
+def _end_all(servers: list[DemoServer]) -> None:
+    """Tell all before any is waited for."""
+    for server in servers:
+        server.ask_to_end()
 
 
 def _report_mode(report: Report, mode: str, total: int, turns_done: int) -> None:

@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from holdover.demo.server_process import Settings
 from holdover.errors import HoldoverError
+from holdover.orphans import die_with_parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ class DemoServer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is the demo's to handle
+            preexec_fn=die_with_parent,
         )
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(settings) + b"\n")
@@ -70,7 +72,7 @@ class DemoServer:
     ) -> None:
         self.ask_to_end()
         try:
-            self._process.wait(6)
+            self._process.wait(2.5)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

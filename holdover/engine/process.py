@@ -32,6 +32,7 @@ from holdover.engine.text import NoText, StreamDecoder, TextDecoder
 from holdover.errors import HoldoverError
 from holdover.models.base import Model
 from holdover.models.registry import load_model
+from holdover.orphans import outlive_parent
 from holdover.state.pool import DevicePool
 from holdover.state.tree import PrefixTree
 from holdover.store.memory import MemoryTier
@@ -231,6 +232,7 @@ def main(plan_saves: SavePlanner = plan_delta) -> int:
         context.destroy(linger=1000)
         return 2
     threading.Thread(target=_receive, args=(incoming, inbox), daemon=True).start()
+    outlive_parent()
     send([facts(engine, notes)])
     try:
         EngineLoop(engine, inbox, send).run()

@@ -28,6 +28,7 @@ from holdover.engine.messages import (
     ToEngine,
 )
 from holdover.errors import HoldoverError, RequestError
+from holdover.orphans import die_with_parent
 
 ENGINE_MODULE = "holdover.engine.process"
 STOP_SECONDS = 3.5
@@ -39,6 +40,7 @@ class EngineProcess:
     """One engine in a process of its own. It has no port: only this user's processes can reach its sockets."""
 
     def __init__(self, config: EngineConfig, module: str = ENGINE_MODULE) -> None:
+        self._ready = False
         self._folder = tempfile.TemporaryDirectory(prefix="holdover-")  # mode 0700
         self.to_engine = f"ipc://{self._folder.name}/to-engine"
         self.from_engine = f"ipc://{self._folder.name}/from-engine"
@@ -51,7 +53,12 @@ class EngineProcess:
         self.outgoing.bind(self.to_engine)
         config = msgspec.structs.replace(config, to_engine=self.to_engine, from_engine=self.from_engine)
         # A session of its own: Ctrl-C reaches the server only. Its standard input closes when this process ends.
-        self.process = subprocess.Popen([sys.executable, "-m", module], stdin=subprocess.PIPE, start_new_session=True)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", module],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=die_with_parent,  # until it can watch its standard input
+        )
         assert self.process.stdin is not None
         self.process.stdin.write(msgspec.json.encode(config) + b"\n")
         self.process.stdin.flush()
@@ -65,10 +72,13 @@ class EngineProcess:
         if isinstance(message, StartFailed):
             raise HoldoverError(message.message)
         assert isinstance(message, Ready)
+        self._ready = True
         return message
 
     def stop(self) -> None:
-        """End the process, gently first. Leaves nothing behind."""
+        """End the process, gently first; at once if it has nothing to save yet. Leaves nothing behind."""
+        if not self._ready:
+            self.process.kill()
         if self.process.stdin is not None:
             with contextlib.suppress(OSError):
                 self.process.stdin.close()  # the engine takes that as the end

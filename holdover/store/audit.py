@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from holdover.state.address import Tokens
 from holdover.state.segment import Kind
@@ -12,7 +13,7 @@ from holdover.store.queues import SaveJob
 MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
-_powers = np.ones(1, dtype=np.uint64)
+_powers: NDArray[np.uint64] = np.ones(1, dtype=np.uint64)
 
 
 def position_digests(tokens: Tokens, first: int = 0) -> list[int]:
@@ -20,7 +21,7 @@ def position_digests(tokens: Tokens, first: int = 0) -> list[int]:
     global _powers
     with np.errstate(over="ignore"):
         if len(_powers) <= len(tokens):
-            _powers = np.cumprod(np.full(2 * len(tokens) + 2, MULTIPLIER, dtype=np.uint64))
+            _powers = np.cumprod(np.full(2 * len(tokens) + 2, MULTIPLIER, dtype=np.uint64), dtype=np.uint64)
         mixed = (tokens.astype(np.uint64) + np.uint64(1)) * np.uint64(0xBF58476D1CE4E5B9)
         mixed ^= mixed >> np.uint64(29)
         mixed *= _powers[: len(tokens)]
