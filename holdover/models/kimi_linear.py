@@ -12,8 +12,8 @@ from holdover.models.base import Batch
 from holdover.models.loader import Weights, positive, require
 from holdover.ops.attention import latent_attention
 from holdover.ops.delta import kimi_delta_attention
-from holdover.ops.experts import experts_feed_forward, gated_feed_forward, route_sigmoid
-from holdover.ops.linear import ExpertLinear, Linear
+from holdover.ops.experts import ExpertFeedForward, FeedForward, route_sigmoid
+from holdover.ops.linear import Linear
 from holdover.ops.norm import rms_norm
 from holdover.state.layout import LAST_HIDDEN, ArraySpec, Layout
 from holdover.state.pool import DevicePool
@@ -133,25 +133,25 @@ class _Layer:
         sparse = config["mlp_layer_types"][index] == "sparse"
         self.experts = Experts(config, prefix, weights, place) if sparse else None
         if not sparse:
-            self.gate_up, self.down = _feed_forward(
+            self.dense = _feed_forward(
                 weights, place, (f"{prefix}.mlp", f"{prefix}.block_sparse_moe"), hidden, config["intermediate_size"]
             )
 
     def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.experts is not None:
             return self.experts.forward(x)
-        return gated_feed_forward(x, self.gate_up, self.down)
+        return self.dense(x)
 
 
 def _feed_forward(
     weights: Weights, place: Any, prefixes: tuple[str, ...], hidden: int, inner: int
-) -> tuple[Linear, Linear]:
+) -> FeedForward:
     def take(part: str, shape: tuple[int, ...]) -> torch.Tensor:
         first, *others = (f"{prefix}.{part}.weight" for prefix in prefixes)
         return weights.take(first, shape, aliases=tuple(others))
 
     gate_up = torch.cat([take("gate_proj", (inner, hidden)), take("up_proj", (inner, hidden))])
-    return Linear(place(gate_up)), Linear(place(take("down_proj", (hidden, inner))))
+    return FeedForward(place(gate_up), place(take("down_proj", (hidden, inner))))
 
 
 class Experts:
@@ -169,8 +169,8 @@ class Experts:
             up = weights.take(f"{prefix}.experts.{i}.w3.weight", (inner, hidden))
             gate_up.append(torch.cat([gate, up]))
             down.append(weights.take(f"{prefix}.experts.{i}.w2.weight", (hidden, inner)))
-        self.gate_up, self.down = ExpertLinear(place(torch.stack(gate_up))), ExpertLinear(place(torch.stack(down)))
-        self.shared_gate_up, self.shared_down = _feed_forward(
+        self.experts = ExpertFeedForward(place(torch.stack(gate_up)), place(torch.stack(down)))
+        self.shared = _feed_forward(
             weights, place, (f"{prefix}.shared_experts",), hidden, inner * config["num_shared_experts"]
         )
         self.top_k: int = config["num_experts_per_token"]
@@ -189,8 +189,7 @@ class Experts:
             renormalize=self.renormalize,
             scaling=self.scaling,
         )
-        shared = gated_feed_forward(x, self.shared_gate_up, self.shared_down)
-        return experts_feed_forward(x, routed, experts, self.gate_up, self.down, shared)
+        return self.experts(x, routed, experts, self.shared(x))
 
 
 class LatentAttention:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from holdover.models.base import Batch
 from holdover.models.loader import Weights, positive, require
 from holdover.ops.attention import causal_mask, grouped_query_attention
-from holdover.ops.experts import gated_feed_forward
+from holdover.ops.experts import FeedForward
 from holdover.ops.linear import Linear
 from holdover.ops.norm import rms_norm
 from holdover.ops.rope import rope_table, rotate
@@ -55,7 +55,7 @@ class Qwen3:
             normed = rms_norm(x, layer.input_norm, self.eps)
             x = x + layer.attention(normed, cos, sin, batch, pool, self.eps)
             normed = rms_norm(x, layer.post_norm, self.eps)
-            x = x + gated_feed_forward(normed, layer.gate_up, layer.down)
+            x = x + layer.feed_forward(normed)
         return rms_norm(x, self.norm, self.eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -121,8 +121,7 @@ class _Layer:
         self.output = Linear(place(take("self_attn.o_proj", hidden, width)))
         inner = config["intermediate_size"]
         gate_up = torch.cat([take("mlp.gate_proj", inner, hidden), take("mlp.up_proj", inner, hidden)])
-        self.gate_up = Linear(place(gate_up))
-        self.down = Linear(place(take("mlp.down_proj", hidden, inner)))
+        self.feed_forward = FeedForward(place(gate_up), place(take("mlp.down_proj", hidden, inner)))
 
     def array(self, dtype: torch.dtype) -> ArraySpec:
         return ArraySpec(self.name, (2, self.kv_heads, self.head_dim), dtype)

@@ -1,14 +1,16 @@
 """Mixture of experts: routing, and the experts' feed-forward layers over tokens sorted by expert."""
 
 import ctypes
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 
 from holdover.ops import native
-from holdover.ops.linear import ExpertLinear, Linear
+from holdover.ops.linear import Linear, pack, packs, product_threads
 from holdover.ops.norm import threads_for
+from holdover.ops.shapes import padded_length, pads_shapes
 
 
 def route_sigmoid(
@@ -40,6 +42,115 @@ def route_sigmoid(
     return weights * scaling, experts
 
 
+class FeedForward:
+    """SwiGLU: down(silu(gate(x)) * up(x)). gate_up: [2 * inner, hidden], gate first; down: [hidden, inner]."""
+
+    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+        self._packed = _Packed.of(gate_up[None], down[None])
+        self._linear = (Linear(gate_up), Linear(down)) if self._packed is None else None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [tokens, hidden]. Returns [tokens, hidden]."""
+        if self._packed is not None:
+            return self._packed(x)
+        assert self._linear is not None
+        gate_up, down = self._linear
+        return down(gated_silu(gate_up(x)))
+
+
+class ExpertFeedForward:
+    """A SwiGLU layer for each expert. gate_up: [experts, 2 * inner, hidden]; down: [experts, hidden, inner]."""
+
+    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+        self.num_experts = len(gate_up)
+        self._packed = _Packed.of(gate_up, down)
+        self._weights = None
+        if self._packed is None:
+            self._weights = gate_up.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
+
+    def __call__(
+        self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, shared: torch.Tensor
+    ) -> torch.Tensor:
+        """Each token through its experts, weighted and summed, on top of what the shared expert gave.
+
+        x, shared: [tokens, hidden]; weights: float32 [tokens, top_k]; experts: int64 [tokens, top_k].
+        Returns [tokens, hidden].
+        """
+        if self._packed is not None:
+            return self._packed(x, weights, experts, shared)
+        assert self._weights is not None
+        counts = torch.bincount(experts.flatten(), minlength=self.num_experts).tolist()
+        pads = pads_shapes(x)
+        rooms = [padded_length(count) if count else 0 for count in counts] if pads else counts
+        starts = list(accumulate(rooms, initial=0))
+        library = native.library() if x.device.type == "cpu" and x.is_contiguous() else None
+        rows, place = _dispatch(x, experts, counts, starts, library)
+        gate_up, down = self._weights
+        return _combine(_by_expert(gated_silu(_by_expert(rows, gate_up, starts)), down, starts),
+                        place, weights, shared, library)  # fmt: skip
+
+
+def _by_expert(rows: torch.Tensor, weights: torch.Tensor, starts: list[int]) -> torch.Tensor:
+    """Rows `[starts[e], starts[e + 1])` by expert e's weight. weights: [experts, in_features, out_features]."""
+    out = torch.empty(len(rows), weights.shape[2], dtype=rows.dtype, device=rows.device)
+    for expert, (first, last) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
+        if last > first:
+            torch.mm(rows[first:last], weights[expert], out=out[first:last])
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """The weights of one or more layers, packed for the matrix unit; gates and what they gate lie side by side."""
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    num_experts: int
+    hidden: int
+    inner: int
+
+    @classmethod
+    def of(cls, gate_up: torch.Tensor, down: torch.Tensor) -> "_Packed | None":
+        """None where the machine has no matrix unit, or sizes don't fit it."""
+        num_experts, hidden, inner = down.shape
+        if not packs(gate_up) or not packs(down):
+            return None
+        tiles = gate_up.view(num_experts, 2, inner // 16, 16, hidden).transpose(1, 2)
+        side_by_side = tiles.reshape(num_experts, 2 * inner, hidden)
+        return cls(
+            torch.cat([pack(each) for each in side_by_side]),
+            torch.cat([pack(each) for each in down]),
+            num_experts,
+            hidden,
+            inner,
+        )
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor | None = None,
+        experts: torch.Tensor | None = None,
+        shared: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As ExpertFeedForward; without experts, all tokens through the only layer."""
+        library = native.library()
+        assert library is not None
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        top_k = 1 if experts is None else experts.shape[1]
+        given = [None if each is None else each.contiguous() for each in (experts, weights, shared)]
+        pointers = [ctypes.c_void_p(None if each is None else each.data_ptr()) for each in given]
+        status = library.holdover_feed_forward(
+            ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(len(x)), ctypes.c_int64(self.hidden),
+            ctypes.c_int64(self.inner), ctypes.c_void_p(self.gate_up.data_ptr()),
+            ctypes.c_void_p(self.down.data_ptr()), self.num_experts, pointers[0], pointers[1], top_k, pointers[2],
+            ctypes.c_void_p(out.data_ptr()), product_threads(len(x) * top_k * self.hidden * self.inner),
+        )  # fmt: skip
+        if status != 0:
+            raise MemoryError(f"a feed-forward layer over {tuple(x.shape)} failed (status {status})")
+        return out
+
+
 def gated_silu(inner: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up. inner: [tokens, 2 * dim], gate first. Returns [tokens, dim]."""
     tokens, width = inner.shape
@@ -53,31 +164,6 @@ def gated_silu(inner: torch.Tensor) -> torch.Tensor:
         int(inner.dtype == torch.bfloat16), threads_for(inner.numel()),
     )  # fmt: skip
     return out
-
-
-def gated_feed_forward(x: torch.Tensor, gate_up: Linear, down: Linear) -> torch.Tensor:
-    """SwiGLU. x: [tokens, hidden]; gate_up: hidden to 2 * intermediate, gate first; down: intermediate to hidden."""
-    return down(gated_silu(gate_up(x)))
-
-
-def experts_feed_forward(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    experts: torch.Tensor,
-    gate_up: ExpertLinear,
-    down: ExpertLinear,
-    shared: torch.Tensor,
-) -> torch.Tensor:
-    """Each token through its experts, weighted and summed, on top of what the shared expert gave.
-
-    x, shared: [tokens, hidden]; weights: float32 [tokens, top_k]; experts: int64 [tokens, top_k]; gate_up, down: as in
-    `gated_feed_forward`, one for each expert. Returns [tokens, hidden].
-    """
-    counts = torch.bincount(experts.flatten(), minlength=gate_up.num_experts).tolist()
-    starts = list(accumulate(gate_up.rooms(counts), initial=0))
-    library = native.library() if x.device.type == "cpu" and x.is_contiguous() else None
-    rows, place = _dispatch(x, experts, counts, starts, library)
-    return _combine(down(gated_silu(gate_up(rows, starts)), starts), place, weights, shared, library)
 
 
 def _dispatch(

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 
 from holdover.ops import native
 from holdover.ops.attention import _latent_chunk, latent_attention
-from holdover.ops.experts import experts_feed_forward, gated_silu
-from holdover.ops.linear import ExpertLinear, Linear
+from holdover.ops.experts import ExpertFeedForward, FeedForward, gated_silu
+from holdover.ops.linear import Linear
 from holdover.ops.norm import rms_norm
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler on this machine")
@@ -86,8 +86,22 @@ def test_experts_equal_a_loop_over_tokens(
         for k in range(top_k):
             gate, up = (x[t].double() @ gate_up[experts[t, k]].double()).chunk(2)
             expected[t] += weights[t, k].double() * ((F.silu(gate) * up) @ down[experts[t, k]].double())
-    products = ExpertLinear(gate_up.transpose(1, 2)), ExpertLinear(down.transpose(1, 2))
-    got = experts_feed_forward(x, weights, experts, *products, shared)
+    layers = ExpertFeedForward(gate_up.transpose(1, 2), down.transpose(1, 2))
+    got = layers(x, weights, experts, shared)
+    torch.testing.assert_close(got.double(), expected, atol=4 * TOLERANCE[dtype], rtol=4 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 16, 17, 40, 300, 600])
+@pytest.mark.parametrize(("hidden", "inner"), [(32, 64), (96, 160), (40, 24)])
+def test_feed_forward_equals_float64(dtype: torch.dtype, tokens: int, hidden: int, inner: int) -> None:
+    torch.manual_seed(tokens)
+    gate_up = (torch.randn(2 * inner, hidden) / hidden**0.5).to(dtype)
+    down = (torch.randn(hidden, inner) / inner**0.5).to(dtype)
+    x = torch.randn(tokens, hidden).to(dtype)
+    gate, up = (x.double() @ gate_up.double().t()).chunk(2, dim=-1)
+    expected = (F.silu(gate) * up) @ down.double().t()
+    got = FeedForward(gate_up, down)(x)
     torch.testing.assert_close(got.double(), expected, atol=4 * TOLERANCE[dtype], rtol=4 * TOLERANCE[dtype])
 
 

@@ -13,6 +13,7 @@
 #define ROWS 32         // query rows of a task: two tiles
 #define SPAN 256        // keys between two rescalings
 #define MAX_LATENT 1024
+#define AHEAD 4         // steps of a product that weights are asked for before they are needed
 
 typedef struct __attribute__((packed)) {
     uint8_t palette, start_row, reserved[14];
@@ -205,19 +206,39 @@ int holdover_pack(const uint16_t *weight, uint16_t *packed, int64_t n, int64_t k
     return 0;
 }
 
-// As `multiply` with no sums before, for 16 rows.
-static inline void multiply_half(const uint16_t *a, int64_t a_stride, const uint16_t *b, int steps, float *out) {
+// Sums of up to 32 rows (two tiles; one if `halves` is 1) by one pair of column tiles. `cold`: the weights are asked for
+// some panels ahead, because they are read once a step and are never near.
+static inline void multiply_panel(const uint16_t *a, int64_t a_stride, int halves, const uint16_t *b, int steps,
+                                  int cold, float *out) {
+    if (halves == 2 && !cold) {
+        multiply(a, a_stride, b, 1024, 512, steps, out, 32, 0);
+        return;
+    }
     _tile_zero(0);
     _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
     for (int i = 0; i < steps; i++) {
-        _tile_loadd(4, a + i * 32, a_stride * 2);
+        if (cold)
+            for (int line = 0; line < 1024; line += 32)
+                _mm_prefetch((const char *)(b + (i + AHEAD) * 1024 + line), _MM_HINT_T0);
         _tile_loadd(6, b + i * 1024, 64);
         _tile_loadd(7, b + i * 1024 + 512, 64);
+        _tile_loadd(4, a + i * 32, a_stride * 2);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
+        if (halves == 2) {
+            _tile_loadd(5, a + 16 * a_stride + i * 32, a_stride * 2);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
     }
     _tile_stored(0, out, 128);
     _tile_stored(1, out + 16, 128);
+    if (halves == 2) {
+        _tile_stored(2, out + 16 * 32, 128);
+        _tile_stored(3, out + 16 * 32 + 16, 128);
+    }
 }
 
 static inline void store_pair(uint16_t *to, const float *sums, int64_t width) {
@@ -226,46 +247,153 @@ static inline void store_pair(uint16_t *to, const float *sums, int64_t width) {
     _mm512_mask_storeu_epi16(to, kept, (__m512i)pair);
 }
 
-int holdover_products(const uint16_t *x, int64_t x_stride, const uint16_t *packed, const int64_t *starts,
-                      int num_groups, uint16_t *out, int64_t out_stride, int64_t n, int64_t k, int num_threads) {
+// silu(gate) * up of 16 numbers: the first tile of a pair holds the gates, the second what they gate.
+static inline void store_gated(uint16_t *to, const float *sums) {
+    float y[16];
+    for (int i = 0; i < 16; i++) y[i] = sums[i] * sigmoid(sums[i]) * sums[16 + i];
+    _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(y)));
+}
+
+// Room that each thread multiplies in.
+typedef struct {
+    uint16_t *edge;  // a block's last rows, filled up with zeros
+    float *sums;
+} scratch;
+
+static scratch new_scratch(int64_t k) {
+    scratch room = {aligned_alloc(64, 2 * 32 * (size_t)k), aligned_alloc(64, sizeof(float) * 32 * 32)};
+    return room;
+}
+
+#define ROW_BLOCK 256  // rows that go through all weights together: they and a panel fit the near caches
+
+// Rows [starts[g], starts[g + 1]) of x by group g's weight. Called by all threads of a team, which share the work; ends
+// with a barrier. gated: see store_gated; out then has n / 2 columns.
+static void products(const uint16_t *x, int64_t x_stride, const uint16_t *packed, const int64_t *starts, int num_groups,
+                     uint16_t *out, int64_t out_stride, int64_t n, int64_t k, int gated, scratch room, int *status) {
     const int64_t pairs = (n + 31) / 32, steps = k / 32;
+    int64_t tasks = 0, group = 0, first_task = 0;
+    const uint16_t *copied = NULL;  // the row that `edge` was filled from
+    for (int g = 0; g < num_groups; g++) tasks += (starts[g + 1] - starts[g] + ROW_BLOCK - 1) / ROW_BLOCK * pairs;
+#pragma omp for schedule(static)
+    for (int64_t task = 0; task < tasks; task++) {
+        if (room.edge == NULL || room.sums == NULL) {
+            *status = -2;
+            continue;
+        }
+        int64_t group_tasks;  // a thread's tasks come in rising order
+        while (task >= first_task +
+                           (group_tasks = (starts[group + 1] - starts[group] + ROW_BLOCK - 1) / ROW_BLOCK * pairs)) {
+            first_task += group_tasks;
+            group++;
+        }
+        const int64_t block = (task - first_task) / pairs, pair = (task - first_task) % pairs;
+        const int64_t first = starts[group] + block * ROW_BLOCK;
+        const int64_t end = starts[group + 1] - first < ROW_BLOCK ? starts[group + 1] : first + ROW_BLOCK;
+        const uint16_t *columns = packed + (group * pairs + pair) * steps * 1024;
+        for (int64_t row = first; row < end; row += 32) {
+            const int64_t count = end - row < 32 ? end - row : 32;
+            const int halves = count > 16 ? 2 : 1;
+            const int64_t needed = halves * 16;  // rows that tiles read
+            const uint16_t *rows = x + row * x_stride;
+            int64_t stride = x_stride;
+            if (count < needed) {
+                if (copied != rows) {
+                    for (int64_t r = 0; r < count; r++) memcpy(room.edge + r * k, rows + r * x_stride, 2 * (size_t)k);
+                    memset(room.edge + count * k, 0, 2 * (size_t)((needed - count) * k));
+                }
+                copied = rows;
+                rows = room.edge;
+                stride = k;
+            }
+            multiply_panel(rows, stride, halves, columns, (int)steps, row == first && block == 0, room.sums);
+            if (gated)
+                for (int64_t r = 0; r < count; r++)
+                    store_gated(out + (row + r) * out_stride + pair * 16, room.sums + r * 32);
+            else
+                for (int64_t r = 0; r < count; r++)
+                    store_pair(out + (row + r) * out_stride + pair * 32, room.sums + r * 32, n - pair * 32);
+        }
+    }
+}
+
+int holdover_products(const uint16_t *x, int64_t x_stride, const uint16_t *packed, int64_t rows, uint16_t *out,
+                      int64_t out_stride, int64_t n, int64_t k, int num_threads) {
+    const int64_t starts[2] = {0, rows};
     int status = 0;
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
     {
         configure_tiles();
-        uint16_t *edge = aligned_alloc(64, 2 * 32 * (size_t)k);
-        float *sums = aligned_alloc(64, sizeof(float) * 32 * 32);
-#pragma omp for schedule(static)
-        for (int64_t task = 0; task < num_groups * pairs; task++) {
-            const int64_t group = task / pairs, pair = task % pairs;
-            const uint16_t *columns = packed + (group * pairs + pair) * steps * 1024;
-            if (edge == NULL || sums == NULL) {
-                status = -2;
-                continue;
-            }
-            for (int64_t row = starts[group]; row < starts[group + 1]; row += 32) {
-                const int64_t count = starts[group + 1] - row < 32 ? starts[group + 1] - row : 32;
-                const int64_t needed = count > 16 ? 32 : 16;  // rows that tiles read
-                const uint16_t *rows = x + row * x_stride;
-                int64_t stride = x_stride;
-                if (count < needed) {
-                    for (int64_t r = 0; r < count; r++) memcpy(edge + r * k, rows + r * x_stride, 2 * (size_t)k);
-                    memset(edge + count * k, 0, 2 * (size_t)((needed - count) * k));
-                    rows = edge;
-                    stride = k;
-                }
-                if (needed == 32)
-                    multiply(rows, stride, columns, 1024, 512, (int)steps, sums, 32, 0);
-                else
-                    multiply_half(rows, stride, columns, (int)steps, sums);
-                for (int64_t r = 0; r < count; r++)
-                    store_pair(out + (row + r) * out_stride + pair * 32, sums + r * 32, n - pair * 32);
-            }
-        }
-        free(edge);
-        free(sums);
+        scratch room = new_scratch(k);
+        products(x, x_stride, packed, starts, 1, out, out_stride, n, k, 0, room, &status);
+        free(room.edge);
+        free(room.sums);
         _tile_release();
     }
+    return status;
+}
+
+// Gated feed-forward layers of experts: x [tokens, hidden] to out [tokens, hidden], on top of `shared` (may be NULL).
+// gate_up: for each expert, tiles of gates and of what they gate in turn; down: as usual. experts: of each token its
+// top_k; weights: theirs. experts NULL: one layer, all tokens go through it, no weights. hidden, inner: multiples of 32.
+int holdover_feed_forward(const uint16_t *x, int64_t tokens, int64_t hidden, int64_t inner, const uint16_t *gate_up,
+                          const uint16_t *down, int num_experts, const int64_t *experts, const float *weights, int top_k,
+                          const uint16_t *shared, uint16_t *out, int num_threads) {
+    if (hidden % 32 || inner % 32 || hidden > 16384 || num_experts > 4096) return -1;
+    const int64_t choices = tokens * top_k;
+    int64_t starts[num_experts + 1], next[num_experts];
+    int64_t *place = malloc(sizeof(int64_t) * (size_t)(choices + 1));
+    uint16_t *sorted = experts == NULL ? NULL : aligned_alloc(64, 2 * (size_t)(choices * hidden));
+    uint16_t *results = experts == NULL ? NULL : aligned_alloc(64, 2 * (size_t)(choices * hidden));
+    uint16_t *middle = aligned_alloc(64, 2 * (size_t)(choices * inner));
+    int status = place == NULL || middle == NULL || (experts != NULL && (sorted == NULL || results == NULL)) ? -2 : 0;
+    if (status == 0) {
+        memset(starts, 0, sizeof starts);
+        if (experts == NULL) starts[num_experts] = tokens;
+        else {
+            for (int64_t i = 0; i < choices; i++) starts[experts[i] + 1]++;
+            for (int e = 0; e < num_experts; e++) {
+                next[e] = starts[e];
+                starts[e + 1] += starts[e];
+            }
+            for (int64_t i = 0; i < choices; i++) place[i] = next[experts[i]]++;
+        }
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
+        {
+            configure_tiles();
+            scratch room = new_scratch(hidden > inner ? hidden : inner);
+            if (experts != NULL) {
+#pragma omp for schedule(static)
+                for (int64_t i = 0; i < choices; i++)
+                    memcpy(sorted + place[i] * hidden, x + i / top_k * hidden, 2 * (size_t)hidden);
+            }
+            products(experts == NULL ? x : sorted, hidden, gate_up, starts, num_experts, middle, inner, 2 * inner, hidden, 1,
+                     room, &status);
+            products(middle, inner, down, starts, num_experts, experts == NULL ? out : results, hidden, hidden, inner, 0,
+                     room, &status);
+            if (experts != NULL) {
+#pragma omp for schedule(static)
+                for (int64_t t = 0; t < tokens; t++) {
+                    float sum[hidden], row[hidden];
+                    if (shared != NULL) load_row(sum, shared, t * hidden, (int)hidden, 1);
+                    else memset(sum, 0, sizeof sum);
+                    for (int i = 0; i < top_k; i++) {
+                        const float w = weights[t * top_k + i];
+                        load_row(row, results, place[t * top_k + i] * hidden, (int)hidden, 1);
+                        for (int64_t c = 0; c < hidden; c++) sum[c] = fmaf(w, row[c], sum[c]);
+                    }
+                    store_row(out, t * hidden, sum, (int)hidden, 1);
+                }
+            }
+            free(room.edge);
+            free(room.sums);
+            _tile_release();
+        }
+    }
+    free(place);
+    free(sorted);
+    free(results);
+    free(middle);
     return status;
 }
 #else
@@ -277,8 +405,13 @@ int holdover_latent_chunk(const uint16_t *q, const char *rows, int64_t row_strid
 }
 int64_t holdover_packed_size(int64_t n, int64_t k) { return -1; }
 int holdover_pack(const uint16_t *weight, uint16_t *packed, int64_t n, int64_t k) { return -1; }
-int holdover_products(const uint16_t *x, int64_t x_stride, const uint16_t *packed, const int64_t *starts,
-                      int num_groups, uint16_t *out, int64_t out_stride, int64_t n, int64_t k, int num_threads) {
+int holdover_products(const uint16_t *x, int64_t x_stride, const uint16_t *packed, int64_t rows, uint16_t *out,
+                      int64_t out_stride, int64_t n, int64_t k, int num_threads) {
+    return -1;
+}
+int holdover_feed_forward(const uint16_t *x, int64_t tokens, int64_t hidden, int64_t inner, const uint16_t *gate_up,
+                          const uint16_t *down, int num_experts, const int64_t *experts, const float *weights, int top_k,
+                          const uint16_t *shared, uint16_t *out, int num_threads) {
     return -1;
 }
 #endif
