@@ -27,7 +27,7 @@ TIER_SHARE = 1.5  # and resave and holdover a memory tier of this many times the
 UNLIMITED_BYTES = 4 << 30
 THINK_SCALE = 0.001  # a recorded minute of thinking takes 60 ms
 THINK_LIMIT = 60.0  # recorded seconds: a session that was left over night goes on after a minute
-SAMPLE_SECONDS = 0.5
+SAMPLE_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +134,9 @@ async def _replay(
     results: list[TurnResult],
 ) -> None:
     options = ReplayOptions(
-        agents=plan.agents, think_scale=THINK_SCALE, think_limit=THINK_LIMIT, model="demo", token_ids=True
-    )
+        agents=plan.agents, think_scale=THINK_SCALE, think_limit=THINK_LIMIT, model="demo", token_ids=plan.check,
+        session_key=True,
+    )  # fmt: skip
     await replay(sessions, server.url, options, progress, results, first_turns)
     failed = next((result.error for result in results if result.error), None)
     if failed:

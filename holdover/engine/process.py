@@ -3,6 +3,7 @@
 It ends when told to, or when standard input closes: a parent that dies takes its engine with it.
 """
 
+import gc
 import logging
 import os
 import queue
@@ -233,6 +234,7 @@ def main(plan_saves: SavePlanner = plan_delta) -> int:
         return 2
     threading.Thread(target=_receive, args=(incoming, inbox), daemon=True).start()
     outlive_parent()
+    gc.freeze()  # what is loaded by now stays: collections, which stop every running sequence, need not walk it
     send([facts(engine, notes)])
     try:
         EngineLoop(engine, inbox, send).run()

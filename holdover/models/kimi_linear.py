@@ -13,7 +13,7 @@ from holdover.models.loader import Weights, positive, require
 from holdover.ops.attention import latent_attention
 from holdover.ops.delta import kimi_delta_attention
 from holdover.ops.experts import ExpertFeedForward, FeedForward, route_sigmoid
-from holdover.ops.linear import Linear
+from holdover.ops.linear import HeadLinear, Linear
 from holdover.ops.norm import rms_norm
 from holdover.state.layout import LAST_HIDDEN, ArraySpec, Layout
 from holdover.state.pool import DevicePool
@@ -58,10 +58,11 @@ class KimiLinear:
 
     def forward(self, batch: Batch, pool: DevicePool) -> torch.Tensor:
         x = F.embedding(batch.token_ids, self.embedding)
+        delta = None
         for layer in self.layers:
-            x = x + layer.attention.forward(rms_norm(x, layer.input_norm, self.eps), batch, pool)
-            x = x + layer.feed_forward(rms_norm(x, layer.post_norm, self.eps))
-        return rms_norm(x, self.norm, self.eps)
+            delta = layer.attention.forward(rms_norm(x, layer.input_norm, self.eps, delta), batch, pool)
+            delta = layer.feed_forward(rms_norm(x, layer.post_norm, self.eps, delta))
+        return rms_norm(x, self.norm, self.eps, delta)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.head(hidden).float()
@@ -181,7 +182,8 @@ class Experts:
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         routed, experts = route_sigmoid(
-            F.linear(x.float(), self.router),
+            x,
+            self.router,
             self.bias,
             top_k=self.top_k,
             num_groups=self.num_groups,
@@ -205,48 +207,42 @@ class LatentAttention:
         self.value_dim: int = config["v_head_dim"]
         self.scale = (self.nope_dim + self.shared_dim) ** -0.5
         width, rank = self.heads * (self.nope_dim + self.shared_dim), config.get("q_lora_rank")
-        if rank is None:
-            self.query = Linear(place(weights.take(f"{prefix}.q_proj.weight", (width, hidden))))
-            self.query_down = None
-        else:
-            self.query_down = Linear(place(weights.take(f"{prefix}.q_a_proj.weight", (rank, hidden))))
+        latent = weights.take(f"{prefix}.kv_a_proj_with_mqa.weight", (self.latent_dim + self.shared_dim, hidden))
+        down = "q_proj" if rank is None else "q_a_proj"
+        query = weights.take(f"{prefix}.{down}.weight", (width if rank is None else rank, hidden))
+        self.query_norm: torch.Tensor | None = None
+        if rank is not None:
             self.query_norm = place(weights.take(f"{prefix}.q_a_layernorm.weight", (rank,)), torch.float32)
-            self.query = Linear(place(weights.take(f"{prefix}.q_b_proj.weight", (width, rank))))
-        self.latent = Linear(
-            place(weights.take(f"{prefix}.kv_a_proj_with_mqa.weight", (self.latent_dim + self.shared_dim, hidden)))
-        )
+            self.query_up = Linear(place(weights.take(f"{prefix}.q_b_proj.weight", (width, rank))))
+        self.inputs = Linear(place(torch.cat([query, latent])))
         self.latent_norm = place(weights.take(f"{prefix}.kv_a_layernorm.weight", (self.latent_dim,)), torch.float32)
         expand = weights.take(
             f"{prefix}.kv_b_proj.weight", (self.heads * (self.nope_dim + self.value_dim), self.latent_dim)
         ).view(self.heads, self.nope_dim + self.value_dim, self.latent_dim)
         # Absorbed form: queries are turned into the latents' space, and weighted latents into values, head by head.
-        self.absorb = [Linear(place(head[: self.nope_dim].t())) for head in expand]
-        self.expand = [Linear(place(head[self.nope_dim :])) for head in expand]
+        self.absorb = HeadLinear(place(expand[:, : self.nope_dim].transpose(1, 2)))
+        self.expand = HeadLinear(place(expand[:, self.nope_dim :]))
         self.output = Linear(place(weights.take(f"{prefix}.o_proj.weight", (hidden, self.heads * self.value_dim))))
 
     def arrays(self, dtype: torch.dtype) -> tuple[list[ArraySpec], list[ArraySpec]]:
         return [ArraySpec(self.name, (self.latent_dim + self.shared_dim,), dtype)], []
 
     def forward(self, x: torch.Tensor, batch: Batch, pool: DevicePool) -> torch.Tensor:
-        if self.query_down is not None:
-            q = self.query(rms_norm(self.query_down(x), self.query_norm, LATENT_NORM_EPS))
-        else:
-            q = self.query(x)
-        q = q.view(len(x), self.heads, -1)
-        new = self.latent(x)
+        q, new = torch.tensor_split(self.inputs(x), (-self.latent_dim - self.shared_dim,), 1)
+        if self.query_norm is not None:
+            q = self.query_up(rms_norm(q.contiguous(), self.query_norm, LATENT_NORM_EPS))
+        q = q.unflatten(1, (self.heads, -1))
         latent = new[:, : self.latent_dim]
         latent.copy_(rms_norm(latent.contiguous(), self.latent_norm, LATENT_NORM_EPS))
         rows = pool.token_views[self.name]
         rows[batch.slots] = new[: batch.num_tokens]
         absorbed = torch.empty(len(x), self.heads, self.latent_dim + self.shared_dim, dtype=x.dtype, device=x.device)
         absorbed[..., self.latent_dim :] = q[..., self.nope_dim :]
-        for head, absorb in enumerate(self.absorb):
-            absorb(q[:, head, : self.nope_dim], out=absorbed[:, head, : self.latent_dim])
+        self.absorb(q[..., : self.nope_dim], absorbed[..., : self.latent_dim])
         tables = [sequence.table for sequence in batch.sequences]
         out = latent_attention(absorbed, rows, self.latent_dim, self.scale, batch.bounds, tables)
         values = torch.empty(len(x), self.heads, self.value_dim, dtype=x.dtype, device=x.device)
-        for head, expand in enumerate(self.expand):
-            expand(out[:, head], out=values[:, head])
+        self.expand(out, values)
         return self.output(values.flatten(1))
 
 
@@ -270,8 +266,8 @@ class DeltaAttention:
         inputs += [take(f"{part}_a_proj.weight", (self.head_dim, hidden)) for part in "fg"]
         inputs.append(take("b_proj.weight", (self.heads, hidden)))
         self.inputs = Linear(place(torch.cat(inputs)))
-        self.decay_up = Linear(place(take("f_b_proj.weight", (width, self.head_dim))))
-        self.gate_up = Linear(place(take("g_b_proj.weight", (width, self.head_dim))))
+        up = [take(f"{part}_b_proj.weight", (width, self.head_dim)) for part in "fg"]
+        self.decay_and_gate_up = HeadLinear(place(torch.stack(up)))
         convolutions = [take(f"{part}_conv1d.weight", (width, 1, self.kernel)) for part in "qkv"]
         self.conv_weight = place(torch.cat(convolutions).squeeze(1).t(), torch.float32)
         self.decay_bias = place(take("dt_bias", (width,)), torch.float32)
@@ -288,15 +284,17 @@ class DeltaAttention:
 
     def forward(self, x: torch.Tensor, batch: Batch, pool: DevicePool) -> torch.Tensor:
         parts = self.inputs(x)
-        sizes = [3 * self.width, self.head_dim, self.head_dim, self.heads]
-        mixed, decay_low, gate_low, beta = torch.split(parts, sizes, 1)
-        raw = self.decay_up(decay_low).float().add_(self.decay_bias)
-        decay = F.softplus(raw).mul_(self.decay_rate).exp_()
+        mixed, low, beta = torch.split(parts, [3 * self.width, 2 * self.head_dim, self.heads], 1)
+        decay_and_gate = torch.empty(len(x), 2, self.width, dtype=x.dtype, device=x.device)
+        self.decay_and_gate_up(low.unflatten(1, (2, -1)), decay_and_gate)
+        decay, gate = decay_and_gate.unbind(1)
         out = kimi_delta_attention(
             mixed,
-            decay.view(len(x), self.heads, self.head_dim),
-            beta.float().sigmoid_(),
-            self.gate_up(gate_low),
+            decay,
+            self.decay_bias,
+            self.decay_rate,
+            beta,
+            gate,
             self.conv_weight,
             self.norm,
             self.eps,

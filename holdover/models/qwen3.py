@@ -51,12 +51,12 @@ class Qwen3:
     def forward(self, batch: Batch, pool: DevicePool) -> torch.Tensor:
         x = F.embedding(batch.token_ids, self.embedding)
         cos, sin = self.cos[batch.positions], self.sin[batch.positions]
+        delta = None
         for layer in self.layers:
-            normed = rms_norm(x, layer.input_norm, self.eps)
-            x = x + layer.attention(normed, cos, sin, batch, pool, self.eps)
-            normed = rms_norm(x, layer.post_norm, self.eps)
-            x = x + layer.feed_forward(normed)
-        return rms_norm(x, self.norm, self.eps)
+            normed = rms_norm(x, layer.input_norm, self.eps, delta)
+            delta = layer.attention(normed, cos, sin, batch, pool, self.eps)
+            delta = layer.feed_forward(rms_norm(x, layer.post_norm, self.eps, delta))
+        return rms_norm(x, self.norm, self.eps, delta)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.head(hidden).float()

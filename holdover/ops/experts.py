@@ -14,7 +14,8 @@ from holdover.ops.shapes import padded_length, pads_shapes
 
 
 def route_sigmoid(
-    logits: torch.Tensor,
+    x: torch.Tensor,
+    router: torch.Tensor,
     bias: torch.Tensor,
     *,
     top_k: int,
@@ -23,17 +24,29 @@ def route_sigmoid(
     renormalize: bool,
     scaling: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose experts by sigmoid scores with a correction bias. logits: float32 [tokens, experts]; bias: [experts].
+    """Choose experts by sigmoid scores with a correction bias. x: [tokens, hidden]; router: float32 [experts, hidden];
+    bias: float32 [experts].
 
     Returns (weights float32 [tokens, top_k], experts int64 [tokens, top_k]).
     Source: DeepSeek-AI, "DeepSeek-V3" (2024), section 2.1.2.
     """
-    scores = logits.sigmoid()
+    plain = num_groups == 1 and x.device.type == "cpu" and x.is_contiguous()
+    if plain and (library := native.library()) is not None:
+        weights = torch.empty(len(x), top_k, dtype=torch.float32)
+        experts = torch.empty(len(x), top_k, dtype=torch.int64)
+        library.holdover_route(
+            ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(router.data_ptr()), ctypes.c_void_p(bias.data_ptr()),
+            ctypes.c_void_p(weights.data_ptr()), ctypes.c_void_p(experts.data_ptr()), ctypes.c_int64(len(x)),
+            x.shape[1], len(router), top_k, int(renormalize), ctypes.c_float(scaling),
+            int(x.dtype == torch.bfloat16), threads_for(x.numel()),
+        )  # fmt: skip
+        return weights, experts
+    scores = F.linear(x.float(), router).sigmoid()
     choice = scores + bias
     if num_groups > 1:
         grouped = choice.view(len(choice), num_groups, -1)
         best = grouped.topk(2, dim=-1)[0].sum(-1).topk(top_groups, dim=-1)[1]
-        allowed = torch.zeros(len(choice), num_groups, dtype=torch.bool, device=logits.device).scatter_(1, best, True)
+        allowed = torch.zeros(len(choice), num_groups, dtype=torch.bool, device=x.device).scatter_(1, best, True)
         choice = grouped.masked_fill(~allowed[..., None], float("-inf")).flatten(1)
     experts = choice.topk(top_k, dim=-1, sorted=False)[1]
     weights = scores.gather(1, experts)

@@ -32,33 +32,49 @@ def product_threads(multiplications: int) -> int:
     return torch.get_num_threads() if multiplications > PARALLEL_FROM * 8 else 1
 
 
+class HeadLinear:
+    """Each head by a weight of its own. weights: [heads, out_features, in_features]."""
+
+    def __init__(self, weights: torch.Tensor) -> None:
+        self.heads, self.out_features, self.in_features = weights.shape
+        self._packed = torch.cat([pack(each) for each in weights]) if packs(weights) else None
+        self._weights = weights.contiguous() if self._packed is None else None
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """x: [tokens, heads, in_features]; out: [tokens, heads, out_features]. Rows and heads of both may lie apart."""
+        if self._packed is None:
+            assert self._weights is not None
+            for head, weight in enumerate(self._weights):
+                out[:, head] = F.linear(x[:, head], weight)
+            return
+        library = native.library()
+        assert library is not None and x.stride(2) == 1 and out.stride(2) == 1
+        long = ctypes.c_int64
+        status = library.holdover_products(
+            ctypes.c_void_p(x.data_ptr()), long(x.stride(0)), long(x.stride(1)),
+            ctypes.c_void_p(self._packed.data_ptr()), long(len(x)), self.heads, ctypes.c_void_p(out.data_ptr()),
+            long(out.stride(0)), long(out.stride(1)), long(self.out_features), long(self.in_features),
+            product_threads(len(x) * self.heads * self.in_features * self.out_features),
+        )  # fmt: skip
+        if status != 0:
+            shape = (self.heads, self.in_features, self.out_features)
+            raise MemoryError(f"a product of {tuple(x.shape)} by {shape} failed (status {status})")
+
+
 class Linear:
     """y = x W^T. weight: [out_features, in_features]."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.out_features, self.in_features = weight.shape
-        self._packed = pack(weight) if packs(weight) else None
+        self._packed = HeadLinear(weight[None]) if packs(weight) else None
         self._weight = weight.contiguous() if self._packed is None else None
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """x: [tokens, in_features], rows may lie apart. Returns [tokens, out_features], in `out` if given."""
         if self._packed is not None:
             out = torch.empty(len(x), self.out_features, dtype=x.dtype) if out is None else out
-            self._multiply(x, self._packed, out)
+            self._packed(x[:, None], out[:, None])
             return out
         assert self._weight is not None
         y = F.linear(x, self._weight)
         return y if out is None else out.copy_(y)
-
-    def _multiply(self, x: torch.Tensor, packed: torch.Tensor, out: torch.Tensor) -> None:
-        library = native.library()
-        assert library is not None and x.stride(-1) == 1 and out.stride(-1) == 1
-        status = library.holdover_products(
-            ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(x.stride(0)), ctypes.c_void_p(packed.data_ptr()),
-            ctypes.c_int64(len(x)), ctypes.c_void_p(out.data_ptr()), ctypes.c_int64(out.stride(0)),
-            ctypes.c_int64(self.out_features), ctypes.c_int64(self.in_features),
-            product_threads(len(x) * self.in_features * self.out_features),
-        )  # fmt: skip
-        if status != 0:
-            shape = (self.in_features, self.out_features)
-            raise MemoryError(f"a product of {tuple(x.shape)} by {shape} failed (status {status})")

@@ -5,7 +5,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -133,11 +133,11 @@ class Server:
         """Token ids of each prompt: one text, one list of ids, or a list of either."""
         if isinstance(prompt, str):
             return [self.tokenizer.encode(prompt)]
-        if len({type(each) for each in prompt}) > 1:
+        kinds = set(map(type, prompt))
+        if len(kinds) > 1:
             raise RequestError("prompt mixes texts, token ids and lists of token ids; use one kind.", param="prompt")
-        ids = [each for each in prompt if isinstance(each, int)]
-        if ids or not prompt:
-            return [ids]
+        if kinds <= {int}:
+            return [cast(list[int], prompt)]
         if len(prompt) > MAX_PROMPTS:
             raise RequestError(f"at most {MAX_PROMPTS} prompts are supported in one request.", param="prompt")
         return [self.tokenizer.encode(each) if isinstance(each, str) else list(each) for each in prompt
@@ -150,7 +150,11 @@ class Server:
         where = "messages" if isinstance(body, ChatRequest) else "prompt"
         if not prompt:
             raise RequestError("the prompt is empty; give at least one token.", param=where)
-        if max(prompt) >= ready.vocab_size or min(prompt) < 0:
+        try:
+            ids = np.asarray(prompt, dtype=np.int64)
+        except OverflowError:
+            ids = np.array([-1])
+        if ids.max() >= ready.vocab_size or ids.min() < 0:
             raise RequestError(f"token ids must be from 0 to {ready.vocab_size - 1}.", param=where)
         if len(prompt) + max_tokens > ready.context_length:
             raise RequestError(
@@ -165,7 +169,7 @@ class Server:
             raise RequestError("stop strings need a tokenizer, which this model lacks; use stop_token_ids.", "stop")
         return Generate(
             id=0,
-            prompt=np.asarray(prompt, dtype="<u4").tobytes(),
+            prompt=ids.astype("<u4").tobytes(),
             sampling=sampling_of(body, max_tokens),
             n=body.n or 1,
             boundaries=boundaries,

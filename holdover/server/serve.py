@@ -1,6 +1,7 @@
 """A server from its start to its end: bind, start the engine, serve, and leave nothing behind."""
 
 import asyncio
+import gc
 import errno
 import ipaddress
 import logging
@@ -89,12 +90,14 @@ async def _run(
         log_level="warning",
         access_log=False,
         lifespan="off",
+        proxy_headers=False,
         timeout_graceful_shutdown=1,
         timeout_keep_alive=75,
     )
     http = uvicorn.Server(settings)
     async with EngineClient(engine, ready) as client:
         server.engine = client
+        gc.freeze()  # what is loaded by now stays: collections need not walk it
         announce()
 
         async def end_with_engine() -> None:

@@ -42,7 +42,8 @@ class TurnResult:
 class ReplayOptions:
     """How to replay. think_limit: recorded think times (seconds) are cut to this before they are scaled.
 
-    fixed_length: ask for outputs exactly as long as recorded (ignore_eos, min_tokens).
+    fixed_length: ask for outputs exactly as long as recorded (ignore_eos, min_tokens). token_ids: ask for the outputs'
+    ids. session_key: name the session in each request (prompt_cache_key).
     """
 
     agents: int
@@ -51,6 +52,7 @@ class ReplayOptions:
     model: str | None = None
     fixed_length: bool = True
     token_ids: bool = False
+    session_key: bool = False
     api_key: str | None = None
     seconds: float | None = None
 
@@ -139,7 +141,9 @@ def request_body(session: Session, turn: Turn, options: ReplayOptions) -> tuple[
     if options.fixed_length:
         body |= {"ignore_eos": True, "min_tokens": turn.output_tokens}
     if options.token_ids:
-        body |= {"return_token_ids": True, "prompt_cache_key": session.id}
+        body["return_token_ids"] = True
+    if options.session_key:
+        body["prompt_cache_key"] = session.id
     if turn.token_ids is not None:
         return "/v1/completions", {**body, "prompt": turn.token_ids}
     body["messages"] = turn.messages
@@ -184,6 +188,7 @@ async def _read_stream(content: aiohttp.StreamReader, result: TurnResult, sent: 
         if data == b"[DONE]":
             if result.ttft is None:
                 result.error = "the stream held no token"
+            await content.read()  # to the end: a connection that is left early can't be used again
             return
         chunk = msgspec.json.decode(data)
         if "error" in chunk:

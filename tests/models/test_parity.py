@@ -126,8 +126,8 @@ def test_the_compiled_delta_kernel_equals_the_pytorch_one(dtype: torch.dtype) ->
     recurrent = torch.randn(rows, heads, head_dim, head_dim)
     tails = torch.randn(rows, kernel - 1, 3 * width).to(dtype)
     arguments = (
-        torch.randn(tokens, 3 * width).to(dtype), torch.rand(tokens, heads, head_dim), torch.rand(tokens, heads),
-        torch.randn(tokens, width).to(dtype), torch.randn(kernel, 3 * width), torch.rand(head_dim) + 0.5, 1e-5,
+        torch.randn(tokens, 3 * width).to(dtype), (3 * torch.randn(tokens, width)).to(dtype), torch.randn(width),
+        -torch.rand(width), torch.randn(tokens, heads).to(dtype), torch.randn(tokens, width).to(dtype), torch.randn(kernel, 3 * width), torch.rand(head_dim) + 0.5, 1e-5,
     )  # fmt: skip
     outputs, states = [], []
     for live, kernel_function in zip(lives, (kimi_delta_attention, kimi_delta_attention_torch), strict=True):

@@ -41,6 +41,19 @@ static inline float exp_single(float x) {
 
 static inline float sigmoid(float x) { return 1.0f / (1.0f + exp_single(-x)); }
 
+// log(1 + exp(x)): log1p of y = exp(-|x|) as 2 artanh(y / (2 + y)), whose series ends soon because that is at most 1/3.
+static inline float softplus(float x) {
+    const float y = exp_single(-fabsf(x)), t = y / (2.0f + y), u = t * t;
+    float p = 1.0f / 13.0f;
+    p = fmaf(p, u, 1.0f / 11.0f);
+    p = fmaf(p, u, 1.0f / 9.0f);
+    p = fmaf(p, u, 1.0f / 7.0f);
+    p = fmaf(p, u, 1.0f / 5.0f);
+    p = fmaf(p, u, 1.0f / 3.0f);
+    p = fmaf(p, u, 1.0f);
+    return (x > 0.0f ? x : 0.0f) + 2.0f * t * p;
+}
+
 static inline void load_row(float *restrict to, const void *from, int64_t first, int n, int bf16) {
     if (bf16) {
         const uint16_t *x = (const uint16_t *)from + first;

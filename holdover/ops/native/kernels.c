@@ -9,14 +9,15 @@
 #define MAX_HEAD_DIM 256
 #define MAX_KERNEL 8
 
-static void delta_head(const void *mixed, int64_t mixed_stride, const float *decay, const float *beta, const void *gate,
-                       const float *conv_weight, const float *norm_weight, float eps, float *restrict state,
+static void delta_head(const void *mixed, int64_t mixed_stride, const void *decay, const float *decay_bias,
+                       const float *decay_rate, const void *beta, int64_t beta_stride, const void *gate,
+                       int64_t gate_stride, const float *conv_weight, const float *norm_weight, float eps, float *restrict state,
                        char *conv_tail, void *out, int64_t first, int64_t last, int num_heads, int head, int d,
                        int kernel, int bf16) {
     const int width = num_heads * d, all = 3 * width;
     float window[3][MAX_KERNEL][MAX_HEAD_DIM];  // the last `kernel` inputs of this head's q, k and v; a ring over time
     float weight[3][MAX_KERNEL][MAX_HEAD_DIM];
-    float x[3][MAX_HEAD_DIM], memory[MAX_HEAD_DIM], y[MAX_HEAD_DIM], z[MAX_HEAD_DIM];
+    float x[3][MAX_HEAD_DIM], a[MAX_HEAD_DIM], memory[MAX_HEAD_DIM], y[MAX_HEAD_DIM], z[MAX_HEAD_DIM], b;
     for (int part = 0; part < 3; part++) {
         const int channel = part * width + head * d;
         for (int i = 0; i < kernel; i++)
@@ -52,7 +53,9 @@ static void delta_head(const void *mixed, int64_t mixed_stride, const float *dec
             memory[c] = 0.0f;
             y[c] = 0.0f;
         }
-        const float *restrict a = decay + t * width + head * d;
+        load_row(a, decay, t * gate_stride + head * d, d, bf16);
+        for (int c = 0; c < d; c++)
+            a[c] = exp_single(decay_rate[head * d + c] * softplus(a[c] + decay_bias[head * d + c]));
         for (int i = 0; i < d; i++) {
             float *restrict row = state + (int64_t)i * d;
             const float ai = a[i], ki = k[i];
@@ -61,7 +64,8 @@ static void delta_head(const void *mixed, int64_t mixed_stride, const float *dec
                 memory[c] = fmaf(ki, row[c], memory[c]);
             }
         }
-        const float b = beta[t * num_heads + head];
+        load_row(&b, beta, t * beta_stride + head, 1, bf16);
+        b = sigmoid(b);
         for (int c = 0; c < d; c++) memory[c] = (v[c] - memory[c]) * b;
         for (int i = 0; i < d; i++) {
             float *restrict row = state + (int64_t)i * d;
@@ -75,7 +79,7 @@ static void delta_head(const void *mixed, int64_t mixed_stride, const float *dec
 #pragma omp simd reduction(+ : y_square)
         for (int c = 0; c < d; c++) y_square += y[c] * y[c];
         const float y_scale = 1.0f / sqrtf(y_square / d + eps);
-        load_row(z, gate, t * width + head * d, d, bf16);
+        load_row(z, gate, t * gate_stride + head * d, d, bf16);
         for (int c = 0; c < d; c++) y[c] = y[c] * y_scale * norm_weight[c] * sigmoid(z[c]);
         store_row(out, t * width + head * d, y, d, bf16);
     }
@@ -85,8 +89,10 @@ static void delta_head(const void *mixed, int64_t mixed_stride, const float *dec
                       bf16);
 }
 
-int holdover_kimi_delta(const void *mixed, int64_t mixed_stride, const float *decay, const float *beta,
-                        const void *gate, const float *conv_weight, const float *norm_weight, float eps, char *live,
+// decay and gate: rows gate_stride apart.
+int holdover_kimi_delta(const void *mixed, int64_t mixed_stride, const void *decay, const float *decay_bias,
+                        const float *decay_rate, const void *beta, int64_t beta_stride, const void *gate,
+                        int64_t gate_stride, const float *conv_weight, const float *norm_weight, float eps, char *live,
                         int64_t live_stride, int64_t recurrent_start, int64_t conv_start, const int64_t *live_rows,
                         const int64_t *starts, int num_sequences, int num_heads, int d, int kernel, void *out, int bf16,
                         int num_threads) {
@@ -97,7 +103,7 @@ int holdover_kimi_delta(const void *mixed, int64_t mixed_stride, const float *de
         const int sequence = task / num_heads, head = task % num_heads;
         char *row = live + live_rows[sequence] * live_stride;
         float *state = (float *)(row + recurrent_start) + (int64_t)head * d * d;
-        delta_head(mixed, mixed_stride, decay, beta, gate, conv_weight, norm_weight, eps, state, row + conv_start, out,
+        delta_head(mixed, mixed_stride, decay, decay_bias, decay_rate, beta, beta_stride, gate, gate_stride, conv_weight, norm_weight, eps, state, row + conv_start, out,
                    starts[sequence], starts[sequence + 1], num_heads, head, d, kernel, bf16);
     }
     return 0;
@@ -178,64 +184,108 @@ static int latent_token(const void *q, const char *rows, int64_t row_stride, con
 
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
+#define SPAN 64        // keys between two rescalings
+#define SHARING 4      // heads that share each value read
 #define MOST_PARTS 32  // of 32 numbers: rows of up to 1024
+
+// The sums of 16 vectors as one vector: vectors are added in pairs, halves crosswise, until one is left.
+static inline __m512 sums_of_16(__m512 *v) {
+    for (int i = 0; i < 8; i++)
+        v[i] = _mm512_add_ps(_mm512_unpacklo_ps(v[i], v[i + 8]), _mm512_unpackhi_ps(v[i], v[i + 8]));
+    for (int i = 0; i < 4; i++)
+        v[i] = _mm512_add_ps(_mm512_unpacklo_ps(v[i], v[i + 4]), _mm512_unpackhi_ps(v[i], v[i + 4]));
+    for (int i = 0; i < 2; i++)
+        v[i] = _mm512_add_ps(_mm512_shuffle_f32x4(v[i], v[i + 2], 0x88), _mm512_shuffle_f32x4(v[i], v[i + 2], 0xDD));
+    const __m512 sums = _mm512_add_ps(_mm512_shuffle_f32x4(v[0], v[1], 0x88), _mm512_shuffle_f32x4(v[0], v[1], 0xDD));
+    return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 8, 4, 12, 1, 9, 5, 13, 2, 10, 6, 14, 3, 11, 7, 15), sums);
+}
+
+static inline __m512 sixteen_values(const uint16_t *row) {
+    const __m256i half = _mm256_loadu_si256((const __m256i *)row);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+}
 
 // The same for bfloat16 rows of multiples of 32 numbers: scores from pairs of numbers, without widening them first.
 static int latent_token_pairs(const uint16_t *q, const char *rows, int64_t row_stride, const int64_t *table,
                               int64_t keys, int heads, int width, int latent, float scale, uint16_t *out) {
-    const int parts = width / 32, columns = latent / 16;
+    const int parts = width / 32;
     float *sums = aligned_alloc(64, sizeof(float) * (size_t)heads * latent);
     if (sums == NULL) return -2;
     memset(sums, 0, sizeof(float) * (size_t)heads * latent);
-    float most[MAX_HEADS], total[MAX_HEADS], score[MAX_HEADS][KEY_BLOCK] __attribute__((aligned(64)));
+    float most[MAX_HEADS], total[MAX_HEADS], score[MAX_HEADS][SPAN] __attribute__((aligned(64)));
     for (int head = 0; head < heads; head++) {
         most[head] = -INFINITY;
         total[head] = 0.0f;
     }
-    for (int64_t first = 0; first < keys; first += KEY_BLOCK) {
-        const int count = keys - first < KEY_BLOCK ? (int)(keys - first) : KEY_BLOCK;
-        const uint16_t *row[KEY_BLOCK];
-        for (int i = 0; i < count; i++) row[i] = (const uint16_t *)(rows + table[first + i] * row_stride);
-        for (int i = 0; i < count; i++) {
-            const int64_t later = first + KEY_BLOCK + i;  // rows lie anywhere: ask for the next block's in time
-            if (later < keys)
-                for (int line = 0; line < 2 * width; line += 64)
-                    _mm_prefetch(rows + table[later] * row_stride + line, _MM_HINT_T0);
-            __m512bh key[MOST_PARTS];
-            for (int part = 0; part < parts; part++) key[part] = (__m512bh)_mm512_loadu_si512(row[i] + part * 32);
+    for (int64_t first = 0; first < keys; first += SPAN) {
+        const int count = keys - first < SPAN ? (int)(keys - first) : SPAN, padded = (count + 15) / 16 * 16;
+        const uint16_t *row[SPAN];
+        for (int i = 0; i < padded; i++)
+            row[i] = (const uint16_t *)(rows + table[first + (i < count ? i : 0)] * row_stride);
+        for (int i = 0; i < padded; i += 16) {
+            for (int j = 0; j < 16; j++) {
+                const int64_t later = first + SPAN + i + j;  // rows lie anywhere: ask for the next span's in time
+                if (later < keys)
+                    for (int line = 0; line < 2 * width; line += 64)
+                        _mm_prefetch(rows + table[later] * row_stride + line, _MM_HINT_T0);
+            }
             for (int head = 0; head < heads; head++) {
-                __m512 dot = _mm512_setzero_ps();
+                __m512bh query[MOST_PARTS];
                 for (int part = 0; part < parts; part++)
-                    dot = _mm512_dpbf16_ps(dot, (__m512bh)_mm512_loadu_si512(q + head * width + part * 32), key[part]);
-                score[head][i] = _mm512_reduce_add_ps(dot) * scale;
+                    query[part] = (__m512bh)_mm512_loadu_si512(q + head * width + part * 32);
+                __m512 dot[16];
+                for (int j = 0; j < 16; j++) dot[j] = _mm512_setzero_ps();
+                for (int part = 0; part < parts; part++)
+                    for (int j = 0; j < 16; j++)
+                        dot[j] = _mm512_dpbf16_ps(dot[j], query[part],
+                                                  (__m512bh)_mm512_loadu_si512(row[i + j] + part * 32));
+                _mm512_store_ps(score[head] + i, _mm512_mul_ps(sums_of_16(dot), _mm512_set1_ps(scale)));
             }
         }
         for (int head = 0; head < heads; head++) {
-            float highest = most[head], weights = 0.0f;
-            for (int i = 0; i < count; i++) highest = score[head][i] > highest ? score[head][i] : highest;
+            float highest = most[head], weights = 0.0f, *own = score[head];
+            for (int i = count; i < padded; i++) own[i] = -INFINITY;
+#pragma omp simd reduction(max : highest)
+            for (int i = 0; i < padded; i++) highest = own[i] > highest ? own[i] : highest;
             const float shrink = exp_single(most[head] - highest);
-            for (int i = 0; i < count; i++) score[head][i] = exp_single(score[head][i] - highest);
-            for (int i = 0; i < count; i++) weights += score[head][i];
+#pragma omp simd reduction(+ : weights)
+            for (int i = 0; i < padded; i++) {
+                own[i] = exp_single(own[i] - highest);
+                weights += own[i];
+            }
+            for (int i = count; i < padded; i++) weights -= own[i];
             total[head] = total[head] * shrink + weights;
             most[head] = highest;
             if (shrink != 1.0f)
                 for (int c = 0; c < latent; c++) sums[head * latent + c] *= shrink;
         }
-        for (int column = 0; column < columns; column++) {
-            __m512 value[KEY_BLOCK];
-            for (int i = 0; i < count; i++)
-                value[i] = _mm512_castsi512_ps(_mm512_slli_epi32(
-                    _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(row[i] + column * 16))), 16));
-            for (int head = 0; head < heads; head++) {
-                float *to = sums + head * latent + column * 16;
-                __m512 a = _mm512_load_ps(to), b = _mm512_setzero_ps();
-                int i = 0;
-                for (; i + 1 < count; i += 2) {
-                    a = _mm512_fmadd_ps(_mm512_set1_ps(score[head][i]), value[i], a);
-                    b = _mm512_fmadd_ps(_mm512_set1_ps(score[head][i + 1]), value[i + 1], b);
+        for (int column = 0; column < latent; column += 32) {
+            int head = 0;
+            for (; head + SHARING <= heads; head += SHARING) {
+                __m512 sum[SHARING][2];
+                for (int h = 0; h < SHARING; h++)
+                    for (int c = 0; c < 2; c++) sum[h][c] = _mm512_load_ps(sums + (head + h) * latent + column + 16 * c);
+                for (int i = 0; i < count; i++) {
+                    const __m512 a = sixteen_values(row[i] + column), b = sixteen_values(row[i] + column + 16);
+                    for (int h = 0; h < SHARING; h++) {
+                        const __m512 weight = _mm512_set1_ps(score[head + h][i]);
+                        sum[h][0] = _mm512_fmadd_ps(weight, a, sum[h][0]);
+                        sum[h][1] = _mm512_fmadd_ps(weight, b, sum[h][1]);
+                    }
                 }
-                if (i < count) a = _mm512_fmadd_ps(_mm512_set1_ps(score[head][i]), value[i], a);
-                _mm512_store_ps(to, _mm512_add_ps(a, b));
+                for (int h = 0; h < SHARING; h++)
+                    for (int c = 0; c < 2; c++) _mm512_store_ps(sums + (head + h) * latent + column + 16 * c, sum[h][c]);
+            }
+            for (; head < heads; head++) {
+                __m512 a = _mm512_load_ps(sums + head * latent + column);
+                __m512 b = _mm512_load_ps(sums + head * latent + column + 16);
+                for (int i = 0; i < count; i++) {
+                    const __m512 weight = _mm512_set1_ps(score[head][i]);
+                    a = _mm512_fmadd_ps(weight, sixteen_values(row[i] + column), a);
+                    b = _mm512_fmadd_ps(weight, sixteen_values(row[i] + column + 16), b);
+                }
+                _mm512_store_ps(sums + head * latent + column, a);
+                _mm512_store_ps(sums + head * latent + column + 16, b);
             }
         }
     }
@@ -273,19 +323,56 @@ int holdover_latent_tokens(const void *q, const char *rows, int64_t row_stride, 
 
 // Small steps between matrix products, each one pass over its rows.
 
-int holdover_rms_norm(const void *x, const float *weight, float eps, void *out, int64_t rows, int dim, int bf16,
-                      int num_threads) {
+// out = rms_norm(x). With `delta`, x becomes x + delta first.
+int holdover_rms_norm(void *x, const void *delta, const float *weight, float eps, void *out, int64_t rows, int dim,
+                      int bf16, int num_threads) {
     if (dim > 16384) return -1;
 #pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)
     for (int64_t row = 0; row < rows; row++) {
-        float y[dim];
+        float y[dim], more[dim];
         load_row(y, x, row * dim, dim, bf16);
+        if (delta != NULL) {
+            load_row(more, delta, row * dim, dim, bf16);
+            for (int c = 0; c < dim; c++) y[c] += more[c];
+            store_row(x, row * dim, y, dim, bf16);
+            load_row(y, x, row * dim, dim, bf16);  // as rounded
+        }
         float square = 0.0f;
 #pragma omp simd reduction(+ : square)
         for (int c = 0; c < dim; c++) square += y[c] * y[c];
         const float scale = 1.0f / sqrtf(square / dim + eps);
         for (int c = 0; c < dim; c++) y[c] *= scale * weight[c];
         store_row(out, row * dim, y, dim, bf16);
+    }
+    return 0;
+}
+
+// Scores of experts by a sigmoid, the best top_k chosen with `bias` on top; see route_sigmoid in ops/experts.py.
+int holdover_route(const void *x, const float *router, const float *bias, float *weights, int64_t *experts,
+                   int64_t tokens, int dim, int num_experts, int top_k, int renormalize, float scaling, int bf16,
+                   int num_threads) {
+    if (dim > 16384 || num_experts > 4096 || top_k > num_experts) return -1;
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)
+    for (int64_t t = 0; t < tokens; t++) {
+        float row[dim], score[num_experts], choice[num_experts], sum = 0.0f;
+        load_row(row, x, t * dim, dim, bf16);
+        for (int e = 0; e < num_experts; e++) {
+            const float *restrict w = router + (int64_t)e * dim;
+            float dot = 0.0f;
+#pragma omp simd reduction(+ : dot)
+            for (int c = 0; c < dim; c++) dot = fmaf(w[c], row[c], dot);
+            score[e] = sigmoid(dot);
+            choice[e] = score[e] + bias[e];
+        }
+        for (int i = 0; i < top_k; i++) {
+            int best = 0;
+            for (int e = 1; e < num_experts; e++) best = choice[e] > choice[best] ? e : best;
+            choice[best] = -INFINITY;
+            experts[t * top_k + i] = best;
+            weights[t * top_k + i] = score[best];
+            sum += score[best];
+        }
+        for (int i = 0; i < top_k; i++) weights[t * top_k + i] *= renormalize ? scaling / (sum + 1e-20f) : scaling;
     }
     return 0;
 }

@@ -317,15 +317,18 @@ static void products(const uint16_t *x, int64_t x_stride, const uint16_t *packed
     }
 }
 
-int holdover_products(const uint16_t *x, int64_t x_stride, const uint16_t *packed, int64_t rows, uint16_t *out,
-                      int64_t out_stride, int64_t n, int64_t k, int num_threads) {
-    const int64_t starts[2] = {0, rows};
+// x [rows, heads, k], rows and heads lying apart, to out [rows, heads, n], each head by a weight of its own.
+int holdover_products(const uint16_t *x, int64_t x_stride, int64_t x_head, const uint16_t *packed, int64_t rows, int heads,
+                      uint16_t *out, int64_t out_stride, int64_t out_head, int64_t n, int64_t k, int num_threads) {
+    const int64_t starts[2] = {0, rows}, size = (n + 31) / 32 * 32 * k;
     int status = 0;
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
     {
         configure_tiles();
         scratch room = new_scratch(k);
-        products(x, x_stride, packed, starts, 1, out, out_stride, n, k, 0, room, &status);
+        for (int head = 0; head < heads; head++)
+            products(x + head * x_head, x_stride, packed + head * size, starts, 1, out + head * out_head, out_stride, n, k,
+                     0, room, &status);
         free(room.edge);
         free(room.sums);
         _tile_release();
@@ -405,8 +408,8 @@ int holdover_latent_chunk(const uint16_t *q, const char *rows, int64_t row_strid
 }
 int64_t holdover_packed_size(int64_t n, int64_t k) { return -1; }
 int holdover_pack(const uint16_t *weight, uint16_t *packed, int64_t n, int64_t k) { return -1; }
-int holdover_products(const uint16_t *x, int64_t x_stride, const uint16_t *packed, int64_t rows, uint16_t *out,
-                      int64_t out_stride, int64_t n, int64_t k, int num_threads) {
+int holdover_products(const uint16_t *x, int64_t x_stride, int64_t x_head, const uint16_t *packed, int64_t rows, int heads,
+                      uint16_t *out, int64_t out_stride, int64_t out_head, int64_t n, int64_t k, int num_threads) {
     return -1;
 }
 int holdover_feed_forward(const uint16_t *x, int64_t tokens, int64_t hidden, int64_t inner, const uint16_t *gate_up,
