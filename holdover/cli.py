@@ -114,7 +114,7 @@ def replay(
     think_limit: Annotated[
         float | None, typer.Option(min=0.0, help="Cut recorded think times to this many seconds before scaling.")
     ] = None,
-    shrink: Annotated[int, typer.Option(help="Divide tokens of block traces by this (1 to 64).")] = 1,
+    shrink: Annotated[float, typer.Option(help="Divide tokens of block traces by this (1 to 64).")] = 1,
     sessions: Annotated[int | None, typer.Option(min=1, help="At most so many sessions.")] = None,
     turns: Annotated[int | None, typer.Option(min=1, help="At most so many turns of each session.")] = None,
     seconds: Annotated[float | None, typer.Option(min=0.1, help="Begin no turn after so long.")] = None,

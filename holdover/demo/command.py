@@ -55,7 +55,7 @@ def run_demo(
         check,
     )
     turns = sum(len(session.turns) for session in sessions)
-    shrunk = f", tokens shrunk {shrink}-fold" if plan.shrink else ""
+    shrunk = f", tokens shrunk {shrink:g}-fold" if plan.shrink else ""
     console.print(
         f"[bold]holdover demo[/bold]: {agents} agents, {turns:,} turns of {traffic} traffic{shrunk}, "
         f"thinking {1 / THINK_SCALE:,.0f} times faster than recorded; {len(MODES)} modes, {plan.dtype}"

@@ -57,7 +57,7 @@ def write_report(demo: DemoRun, body: dict[str, Any], path: Path, command: str) 
             (f"{body['copies']}", "copies of a prefix at most"),
         )
     )
-    shrunk = f" (tokens shrunk {demo.plan.shrink}-fold)" if demo.plan.shrink else ""
+    shrunk = f" (tokens shrunk {demo.plan.shrink:g}-fold)" if demo.plan.shrink else ""
     what = (
         f"{body['agents']} agents, {body['turns']:,} turns of recorded traffic{shrunk}, model "
         f"{html.escape(body['model'])}, device budget {format_bytes(demo.device_budget_bytes)} of a working set of "

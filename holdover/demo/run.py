@@ -37,7 +37,7 @@ class Plan:
     model: Path
     sessions: list[Session]
     agents: int
-    shrink: int | None
+    shrink: float | None
     dtype: str
     device_bytes: int | None
     check: bool

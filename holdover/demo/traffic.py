@@ -11,11 +11,11 @@ from holdover.state.tree import common_length
 from holdover.traffic.importers import BlockTokens, load_trace
 from holdover.traffic.trace import Session
 
-SHRINK, QUICK_SHRINK = 16, 32  # tokens of the WEKA sessions, prompts and outputs, are divided by this
+SHRINK, QUICK_SHRINK = 12.8, 32.0  # tokens of the WEKA sessions, prompts and outputs, are divided by this
 FILES = {"weka": "weka-sessions.jsonl.xz", "tau-bench": "tau-bench-airline.jsonl.xz"}
 
 
-def demo_sessions(traffic: str, agents: int, turns: int, vocab_size: int, shrink: int) -> list[Session]:
+def demo_sessions(traffic: str, agents: int, turns: int, vocab_size: int, shrink: float) -> list[Session]:
     """The first `turns` turns of `agents` shipped sessions. Raises HoldoverError for unknown traffic."""
     if traffic not in FILES:
         raise HoldoverError(f"--traffic {traffic!r} is not shipped; use {' or '.join(FILES)}.")

@@ -144,9 +144,7 @@ class _Layer:
         return self.dense(x)
 
 
-def _feed_forward(
-    weights: Weights, place: Any, prefixes: tuple[str, ...], hidden: int, inner: int
-) -> FeedForward:
+def _feed_forward(weights: Weights, place: Any, prefixes: tuple[str, ...], hidden: int, inner: int) -> FeedForward:
     def take(part: str, shape: tuple[int, ...]) -> torch.Tensor:
         first, *others = (f"{prefix}.{part}.weight" for prefix in prefixes)
         return weights.take(first, shape, aliases=tuple(others))
@@ -231,7 +229,7 @@ class LatentAttention:
         q, new = torch.tensor_split(self.inputs(x), (-self.latent_dim - self.shared_dim,), 1)
         if self.query_norm is not None:
             q = self.query_up(rms_norm(q.contiguous(), self.query_norm, LATENT_NORM_EPS))
-        q = q.unflatten(1, (self.heads, -1))
+        q = q.view(len(q), self.heads, -1)
         latent = new[:, : self.latent_dim]
         latent.copy_(rms_norm(latent.contiguous(), self.latent_norm, LATENT_NORM_EPS))
         rows = pool.token_views[self.name]
@@ -286,7 +284,7 @@ class DeltaAttention:
         parts = self.inputs(x)
         mixed, low, beta = torch.split(parts, [3 * self.width, 2 * self.head_dim, self.heads], 1)
         decay_and_gate = torch.empty(len(x), 2, self.width, dtype=x.dtype, device=x.device)
-        self.decay_and_gate_up(low.unflatten(1, (2, -1)), decay_and_gate)
+        self.decay_and_gate_up(low.view(len(low), 2, -1), decay_and_gate)
         decay, gate = decay_and_gate.unbind(1)
         out = kimi_delta_attention(
             mixed,

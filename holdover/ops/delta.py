@@ -40,8 +40,9 @@ def kimi_delta_attention(
 
     mixed: [tokens, 3 * heads * head_dim], the projections to q, k and v (rows may be strided).
     decay: [tokens, heads * head_dim], from which a channel's decay is exp(rate * softplus(decay + bias)); decay_bias,
-    decay_rate: float32 [heads * head_dim], rates below 0. beta: [tokens, heads], before its sigmoid (rows may be strided).
-    gate: [tokens, heads * head_dim], before its sigmoid (decay and gate may be strided alike). conv_weight: float32 [conv_kernel, 3 * heads * head_dim].
+    decay_rate: float32 [heads * head_dim], rates below 0. beta: [tokens, heads], before its sigmoid (rows may be
+    strided). gate: [tokens, heads * head_dim], before its sigmoid (decay and gate may be strided alike).
+    conv_weight: float32 [conv_kernel, 3 * heads * head_dim].
     norm_weight: float32 [head_dim]. recurrent: float32 view [max_running, heads, head_dim, head_dim].
     conv_tail: view [max_running, conv_kernel - 1, 3 * heads * head_dim], in mixed's dtype: the last inputs.
     Returns [tokens, heads * head_dim] in mixed's dtype; zero for tokens of no sequence.
@@ -49,7 +50,19 @@ def kimi_delta_attention(
     """
     if mixed.device.type == "cpu" and (library := native.library()) is not None:
         return _native(
-            library, mixed, decay, decay_bias, decay_rate, beta, gate, conv_weight, norm_weight, eps, recurrent, conv_tail, sequences
+            library,
+            mixed,
+            decay,
+            decay_bias,
+            decay_rate,
+            beta,
+            gate,
+            conv_weight,
+            norm_weight,
+            eps,
+            recurrent,
+            conv_tail,
+            sequences,
         )
     return kimi_delta_attention_torch(
         mixed, decay, decay_bias, decay_rate, beta, gate, conv_weight, norm_weight, eps, recurrent, conv_tail, sequences
@@ -84,7 +97,8 @@ def _native(
     status = library.holdover_kimi_delta(
         pointer(mixed.data_ptr()), long(mixed.stride(0)), pointer(decay.data_ptr()),
         pointer(decay_bias.data_ptr()), pointer(decay_rate.data_ptr()), pointer(beta.data_ptr()),
-        long(beta.stride(0)), pointer(gate.data_ptr()), long(gate.stride(0)), pointer(conv_weight.data_ptr()), pointer(norm_weight.data_ptr()),
+        long(beta.stride(0)), pointer(gate.data_ptr()), long(gate.stride(0)),
+        pointer(conv_weight.data_ptr()), pointer(norm_weight.data_ptr()),
         ctypes.c_float(eps), pointer(live.data_ptr()), long(live.stride(0)),
         long(recurrent.data_ptr() - live.data_ptr()), long(conv_tail.data_ptr() - live.data_ptr()),
         pointer(sequences.live_rows.data_ptr()), pointer(sequences.starts.data_ptr()),

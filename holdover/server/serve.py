@@ -1,8 +1,8 @@
 """A server from its start to its end: bind, start the engine, serve, and leave nothing behind."""
 
 import asyncio
-import gc
 import errno
+import gc
 import ipaddress
 import logging
 import signal

@@ -49,6 +49,11 @@ class DevicePool:
         self.peak_used = 0
 
     @property
+    def on_host(self) -> bool:
+        """Whether the device is the host's own memory."""
+        return self._host is not None
+
+    @property
     def num_free(self) -> int:
         return self._num_free
 

@@ -14,6 +14,8 @@ ENTRY_OVERHEAD_BYTES = 768  # of the tensor object, its name and its place in th
 class MemoryTier:
     """Keeps each segment as one buffer, exactly as it would lie on disk."""
 
+    immediate = True
+
     def __init__(self, budget_bytes: int, name: str = "memory") -> None:
         self.name = name
         self.budget_bytes = budget_bytes

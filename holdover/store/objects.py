@@ -27,6 +27,8 @@ def _path(name: str) -> str:
 class DiskTier:
     """Keeps segments in one local folder. Raises TierError if the folder cannot be made, written or read."""
 
+    immediate = False
+
     def __init__(self, folder: Path, budget_bytes: int, name: str = "disk") -> None:
         self.name = name
         self.folder = folder

@@ -19,6 +19,7 @@ from holdover.store.tier import PutStatus, Tier
 
 log = logging.getLogger(__name__)
 RETRY_AFTER_FAULT_SECONDS = 5.0
+AT_ONCE_BYTES = 4 << 20
 
 
 @dataclass(eq=False, slots=True)
@@ -131,10 +132,17 @@ class Store:
             self._save(job)
 
     def load(self, job: LoadJob) -> None:
-        if self._loader is not None:
+        if self._loader is not None and not self._at_once(job):
             self._loader.submit(job)
         else:
             self._load(job)
+
+    def _at_once(self, job: LoadJob) -> bool:
+        """Whether a load is so small and near that handing it to another thread would take longer than it does."""
+        near = {tier.name for tier in self.tiers[:1] if tier.immediate}
+        saved = [part.saved for part in job.parts] + ([job.snapshot] if job.snapshot is not None else [])
+        nbytes = sum(len(part.slots) for part in job.parts) * self.layout.bytes_per_token
+        return nbytes <= AT_ONCE_BYTES and self.pool.on_host and all(near & each.tiers for each in saved)
 
     def touch(self, names: list[str]) -> None:
         for tier in self.tiers:

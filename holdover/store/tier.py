@@ -30,6 +30,7 @@ class Tier(Protocol):
 
     name: str
     budget_bytes: int
+    immediate: bool  # whether `get` only takes as long as a copy in memory
 
     def has(self, name: str) -> bool:
         """Whether the segment can be got now."""

@@ -39,7 +39,7 @@ def run_replay(
     agents: int,
     think_scale: float,
     think_limit: float | None,
-    shrink: int,
+    shrink: float,
     sessions: int | None,
     turns: int | None,
     seconds: float | None,

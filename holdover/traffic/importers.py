@@ -25,23 +25,26 @@ MAX_DOCUMENT_BYTES = 256 << 20
 class BlockTokens:
     """Turns block ids into token ids: the same block is always the same tokens.
 
-    shrink: tokens and outputs are divided by this factor (1 to 64, a divisor of 64). vocab_size: ids are drawn from
-    below it; the lowest `reserved` ids, where special tokens lie, are not used.
+    shrink: tokens and outputs are divided by this factor: 64 by a whole number, such as 1, 12.8, 16 or 64. vocab_size:
+    ids are drawn from below it; the lowest `reserved` ids, where special tokens lie, are not used.
     """
 
     vocab_size: int
-    shrink: int = 1
+    shrink: float = 1
     reserved: int = 256
 
     def __post_init__(self) -> None:
-        if not 1 <= self.shrink <= BLOCK_TOKENS or BLOCK_TOKENS % self.shrink:
-            raise TraceError(f"--shrink {self.shrink} must be 1, 2, 4, 8, 16, 32 or 64: a block has 64 tokens.")
+        if not 1 <= self.shrink <= BLOCK_TOKENS or abs(BLOCK_TOKENS / self.shrink - self.tokens_per_block) > 1e-6:
+            raise TraceError(
+                f"--shrink {self.shrink:g} does not fit: a block of {BLOCK_TOKENS} tokens must become a whole "
+                f"number of them, so use {BLOCK_TOKENS} divided by 1 to {BLOCK_TOKENS}: 2, 4, 12.8, 16, 32, ..."
+            )
         if self.vocab_size <= 2 * self.reserved:
             object.__setattr__(self, "reserved", 0)
 
     @property
     def tokens_per_block(self) -> int:
-        return BLOCK_TOKENS // self.shrink
+        return round(BLOCK_TOKENS / self.shrink)
 
     def of(self, name: str) -> list[int]:
         """Token ids of the block of this name."""

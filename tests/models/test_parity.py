@@ -127,7 +127,8 @@ def test_the_compiled_delta_kernel_equals_the_pytorch_one(dtype: torch.dtype) ->
     tails = torch.randn(rows, kernel - 1, 3 * width).to(dtype)
     arguments = (
         torch.randn(tokens, 3 * width).to(dtype), (3 * torch.randn(tokens, width)).to(dtype), torch.randn(width),
-        -torch.rand(width), torch.randn(tokens, heads).to(dtype), torch.randn(tokens, width).to(dtype), torch.randn(kernel, 3 * width), torch.rand(head_dim) + 0.5, 1e-5,
+        -torch.rand(width), torch.randn(tokens, heads).to(dtype), torch.randn(tokens, width).to(dtype),
+        torch.randn(kernel, 3 * width), torch.rand(head_dim) + 0.5, 1e-5,
     )  # fmt: skip
     outputs, states = [], []
     for live, kernel_function in zip(lives, (kimi_delta_attention, kimi_delta_attention_torch), strict=True):
