@@ -10,7 +10,7 @@ from rich.table import Table
 
 from holdover.config import format_bytes, parse_bytes
 from holdover.demo.model import VOCAB_SIZE, demo_model
-from holdover.demo.report import write_report
+from holdover.demo.report import FIGURES, write_report
 from holdover.demo.run import DEVICE_SHARE, MODES, THINK_SCALE, DemoRun, Plan, figures, run
 from holdover.demo.traffic import QUICK_SHRINK, SHRINK, demo_sessions
 from holdover.errors import HoldoverError
@@ -66,8 +66,8 @@ def run_demo(
     if json_file:
         write_json(body, json_file)
     console.print(result_table(body))
-    console.print(summary(demo, body))
-    console.print(f"report: {report_path}")
+    console.print(summary(demo, body), soft_wrap=True)
+    console.print(f"report: {report_path}", soft_wrap=True)
     if body["outputs_identical"] is False:
         raise HoldoverError("the modes' outputs differ: this is a bug; please report it with the JSON file.")
 
@@ -89,27 +89,13 @@ def _run_with_progress(plan: Plan, console: Console) -> DemoRun:
 
 
 def result_table(body: dict[str, Any]) -> Table:
-    """The modes side by side."""
+    """The modes side by side, one column each: it fits a terminal of 80 columns."""
     table = Table(title_justify="left")
-    table.add_column("mode", style="bold")
-    for name in (
-        "turns/hour", "output tok/s", "prompt tokens", "computed", "saved", "new", "copies", "TTFT p50", "TTFT p95",
-    ):  # fmt: skip
-        table.add_column(name, justify="right")
-    for mode, row in body["modes"].items():
-        table.add_row(
-            mode,
-            f"{row['turns_per_hour']:,.0f}",
-            f"{row['output_tokens_per_second']:,.1f}",
-            f"{row['prompt_tokens']:,}",
-            f"{row['prompt_tokens_computed']:,}",
-            format_bytes(row["bytes_saved"]),
-            format_bytes(row["bytes_new_state"]),
-            f"{row['max_copies']:,}",
-            f"{row['ttft_ms']['p50']:,.0f} ms",
-            f"{row['ttft_ms']['p95']:,.0f} ms",
-            style="green" if mode == "holdover" else None,
-        )
+    table.add_column("")
+    for mode in body["modes"]:
+        table.add_column(mode, justify="right", style="green" if mode == "holdover" else None)
+    for label, text in FIGURES.items():
+        table.add_row(label, *(text(row) for row in body["modes"].values()))
     return table
 
 

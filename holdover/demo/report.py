@@ -1,6 +1,7 @@
 """The demo's report: one HTML file that needs no network."""
 
 import html
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,17 @@ MEANING = {
     "resave": "each session saves its own copy, the whole of it at every turn",
     "holdover": "one copy per shared prefix; each turn saves only what is new",
     "unlimited": "device memory that holds everything: the ceiling",
+}
+FIGURES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "turns/hour": lambda row: f"{row['turns_per_hour']:,.0f}",
+    "output tokens/s": lambda row: f"{row['output_tokens_per_second']:,.1f}",
+    "prompt tokens": lambda row: f"{row['prompt_tokens']:,}",
+    "computed": lambda row: f"{row['prompt_tokens_computed']:,}",
+    "saved": lambda row: format_bytes(row["bytes_saved"]),
+    "new state": lambda row: format_bytes(row["bytes_new_state"]),
+    "copies": lambda row: f"{row['max_copies']:,}",
+    "TTFT p50": lambda row: f"{row['ttft_ms']['p50']:,.0f} ms",
+    "TTFT p95": lambda row: f"{row['ttft_ms']['p95']:,.0f} ms",
 }
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
@@ -79,30 +91,12 @@ def write_report(demo: DemoRun, body: dict[str, Any], path: Path, command: str) 
 
 
 def _table(body: dict[str, Any]) -> str:
-    heads = (
-        "mode",
-        "turns/hour",
-        "output tokens/s",
-        "prompt tokens computed",
-        "saved",
-        "new state",
-        "copies",
-        "TTFT p50 / p95",
-    )
     rows = []
     for mode, row in body["modes"].items():
-        cells = (
-            f"{mode}<br><small>{MEANING[mode]}</small>",
-            f"{row['turns_per_hour']:,.0f}",
-            f"{row['output_tokens_per_second']:,.1f}",
-            f"{row['prompt_tokens_computed']:,} of {row['prompt_tokens']:,}",
-            format_bytes(row["bytes_saved"]),
-            format_bytes(row["bytes_new_state"]),
-            f"{row['max_copies']:,}",
-            f"{row['ttft_ms']['p50']:,.0f} / {row['ttft_ms']['p95']:,.0f} ms",
-        )
+        cells = (f"{mode}<br><small>{MEANING[mode]}</small>", *(text(row) for text in FIGURES.values()))
         rows.append(f'<tr class="{mode}">' + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
-    return "<table><tr>" + "".join(f"<th>{head}</th>" for head in heads) + "</tr>" + "".join(rows) + "</table>"
+    heads = "".join(f"<th>{head}</th>" for head in ("mode", *FIGURES))
+    return f"<table><tr>{heads}</tr>{''.join(rows)}</table>"
 
 
 def _figure(demo: DemoRun, body: dict[str, Any]) -> go.Figure:

@@ -210,13 +210,13 @@ def main(plan_saves: SavePlanner = plan_delta) -> int:
     logging.basicConfig(level=logging.INFO, format="holdover engine: %(levelname)s: %(message)s", stream=sys.stderr)
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    incoming = context.socket(zmq.PULL)
+    incoming.setsockopt(zmq.RCVHWM, 0)
+    incoming.connect(config.to_engine)  # first: who hears from this engine knows that it can be reached
     outgoing = context.socket(zmq.PUSH)
     outgoing.setsockopt(zmq.SNDHWM, 0)
     outgoing.setsockopt(zmq.LINGER, 1000)
     outgoing.connect(config.from_engine)
-    incoming = context.socket(zmq.PULL)
-    incoming.setsockopt(zmq.RCVHWM, 0)
-    incoming.connect(config.to_engine)
     encoder = msgspec.msgpack.Encoder()
 
     def send(messages: list[FromEngine]) -> None:

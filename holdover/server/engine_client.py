@@ -73,6 +73,7 @@ class EngineProcess:
             raise HoldoverError(message.message)
         assert isinstance(message, Ready)
         self._ready = True
+        self._folder.cleanup()  # both sockets are connected: their names are needed no more, so no kill can leave them
         return message
 
     def stop(self) -> None:

@@ -16,7 +16,7 @@ import msgspec
 class RunningServer:
     """A server started through the command line, on a free port, from `with` to its end."""
 
-    def __init__(self, model: Path, *options: str) -> None:
+    def __init__(self, model: Path, *options: str, environment: dict[str, str] | None = None) -> None:
         command = [
             sys.executable,
             "-m",
@@ -29,8 +29,9 @@ class RunningServer:
             "tested",
         ]
         self.process = subprocess.Popen(
-            [*command, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-        )
+            [*command, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+            env=None if environment is None else {**os.environ, **environment},
+        )  # fmt: skip
         atexit.register(self.process.kill)  # a test that fails half-way leaves nothing running
         assert self.process.stdout is not None
         self.lines: list[str] = []

@@ -3,6 +3,7 @@
 import http.client
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -13,6 +14,7 @@ from urllib.parse import urlparse
 
 import pytest
 
+from holdover.store.queues import RETRY_AFTER_FAULT_SECONDS
 from tests.checkpoints import edit_config, save_checkpoint
 from tests.server.running import RunningServer
 
@@ -174,3 +176,47 @@ def test_every_option_is_an_environment_variable_too(demo_folder: Path) -> None:
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert_refused(done, "--device-memory", "lots")
+
+
+def test_a_killed_server_leaves_no_sockets_behind(demo_folder: Path, tmp_path: Path) -> None:
+    environment = {"TMPDIR": str(tmp_path)}
+    server = RunningServer(demo_folder, "--device-memory", "64MiB", environment=environment)
+    children = server.children()
+    server.stop(signal.SIGKILL)
+    wait_gone(children, 5)
+    assert not list(tmp_path.glob("holdover-*"))
+
+
+def test_a_disk_that_stops_taking_writes_in_mid_run_costs_nothing_but_reuse(demo_folder: Path, tmp_path: Path) -> None:
+    options = ("--device-memory", "64MiB", "--memory-tier", "none", "--disk-tier", f"{tmp_path}/tier:1GiB")
+    with RunningServer(demo_folder, "--dtype", "float32", *options) as server:
+        prompt = [300 + i % 97 for i in range(400)]
+
+        def answer(first: int) -> list[int]:
+            body = {"prompt": [first, *prompt], "max_tokens": 6, "temperature": 0, "return_token_ids": True}
+            status, found = server.post("/v1/completions", body)
+            assert status == 200, found
+            return [found["choices"][0]["token_ids"], found["usage"]["prompt_tokens"]]
+
+        before = answer(1000)
+        server.wait_for("holdover_saves_under_way", 0)
+        saved = server.metric("holdover_tier_bytes_saved_total")
+        assert saved > 0
+        engine = server.children()[0]
+        _, hard = resource.prlimit(engine, resource.RLIMIT_FSIZE)
+        resource.prlimit(
+            engine, resource.RLIMIT_FSIZE, (1000, hard)
+        )  # every file write past this fails, as on a full disk
+        other = answer(2000)
+        server.wait_for("holdover_saves_under_way", 0)
+        assert server.metric("holdover_tier_bytes_saved_total") == saved
+        assert server.metric("holdover_tier_faults_total") >= 1
+        assert answer(1000) == before and answer(2000) == other
+        server.wait_for("holdover_leases", 0)
+        kept = {path.name for path in (tmp_path / "tier").rglob("*") if path.is_file()}
+        assert not [name for name in kept if ".rows" not in name and ".snapshot" not in name], "a half file is left"
+        resource.prlimit(engine, resource.RLIMIT_FSIZE, (hard, hard))
+        time.sleep(RETRY_AFTER_FAULT_SECONDS + 0.5)
+        answer(3000)  # the disk is well again, and is used again
+        server.wait_for("holdover_saves_under_way", 0)
+        assert server.metric("holdover_tier_bytes_saved_total") > saved

@@ -1,0 +1,49 @@
+"""Loads: small ones of near state run at once, others on the loader's thread; both put back the same bytes."""
+
+import queue
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from holdover.state.address import AddressChain, address_key, as_tokens
+from holdover.state.layout import LAST_HIDDEN, ArraySpec, Layout
+from holdover.state.pool import DevicePool
+from holdover.state.segment import Kind, SegmentHeader
+from holdover.state.tree import PrefixTree, Saved
+from holdover.store.memory import MemoryTier
+from holdover.store.queues import AT_ONCE_BYTES, Done, LoadDone, LoadJob, LoadPart, SaveDone, SaveJob, Store
+
+ROW = ArraySpec("keys", (1024,), torch.float32)
+
+
+@pytest.mark.parametrize("num_tokens", [3, AT_ONCE_BYTES // ROW.nbytes, AT_ONCE_BYTES // ROW.nbytes + 1])
+def test_a_load_runs_at_once_only_if_it_is_small(num_tokens: int) -> None:
+    layout = Layout((ROW,), (ArraySpec(LAST_HIDDEN, (8,), torch.float32),))
+    pool = DevicePool(layout, 16 << 20, 1, torch.device("cpu"))
+    done: queue.SimpleQueue[tuple[int, Done]] = queue.SimpleQueue()
+    store = Store(pool, "model", [MemoryTier(64 << 20)], lambda each: done.put((threading.get_ident(), each)))
+    tree = PrefixTree(layout, pool)
+    tokens = as_tokens(np.arange(num_tokens))
+    chain = AddressChain(address_key("model"), tokens)
+    slots = pool.allocate(num_tokens)
+    assert slots is not None
+    rows = torch.randint(0, 255, (num_tokens, pool.slot_bytes), dtype=torch.uint8)
+    pool.write_rows(slots, rows)
+    node, slots = tree.extend(tree.root(chain.address(0)), tokens, slots)
+    address, space = chain.address(num_tokens), chain.address(0)
+    saved = Saved(Kind.ROWS, address, 0, num_tokens)
+    header = SegmentHeader(Kind.ROWS, "model", space, address, space, 0, num_tokens)
+    tree.register(saved, [node])
+    store.save(SaveJob(header=header, saved=saved, slots=slots, prefix=tokens, node=node))
+    _, ended = done.get(timeout=10)
+    assert isinstance(ended, SaveDone) and ended.kept
+    tree.kept(saved.name, "memory")
+    pool.write_rows(slots, torch.zeros_like(rows))
+    store.load(LoadJob([LoadPart(saved, node, 0, num_tokens, slots)], None, 0, None))
+    thread, ended = done.get(timeout=10)
+    assert isinstance(ended, LoadDone) and ended.ok
+    assert torch.equal(pool.read_rows(slots), rows)
+    assert (thread == threading.get_ident()) == (rows.numel() <= AT_ONCE_BYTES)
+    store.close()
