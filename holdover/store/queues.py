@@ -122,7 +122,7 @@ class Store:
         self.faults = {tier.name: 0 for tier in tiers}
         self.damaged = {tier.name: 0 for tier in tiers}
         self._saver = _Worker("holdover-save", self._save) if threads and tiers else None
-        self._loader = _Worker("holdover-load", self._load) if threads and tiers else None
+        self._loader = _Worker("holdover-load", self._load_anywhere) if threads and tiers else None
 
     def save(self, job: SaveJob) -> None:
         job.saved.pending += 1
@@ -132,17 +132,24 @@ class Store:
             self._save(job)
 
     def load(self, job: LoadJob) -> None:
-        if self._loader is not None and not self._at_once(job):
-            self._loader.submit(job)
-        else:
-            self._load(job)
+        """Load, at once if that is so little that handing it to another thread would take longer than the copy.
 
-    def _at_once(self, job: LoadJob) -> bool:
-        """Whether a load is so small and near that handing it to another thread would take longer than it does."""
-        near = {tier.name for tier in self.tiers[:1] if tier.immediate}
-        saved = [part.saved for part in job.parts] + ([job.snapshot] if job.snapshot is not None else [])
+        At once, only the nearest tier is asked: the caller never waits for one that may be slow.
+        """
+        if self._loader is None:
+            self._load_anywhere(job)
+        elif self._small_and_near(job) and (result := self._load(job, self.tiers[:1])).ok:
+            self._done(result)
+        else:
+            self._loader.submit(job)
+
+    def _small_and_near(self, job: LoadJob) -> bool:
+        nearest = self.tiers[0]
+        if not (self.pool.on_host and nearest.immediate):
+            return False
+        segments = [part.saved for part in job.parts] + ([job.snapshot] if job.snapshot is not None else [])
         nbytes = sum(len(part.slots) for part in job.parts) * self.layout.bytes_per_token
-        return nbytes <= AT_ONCE_BYTES and self.pool.on_host and all(near & each.tiers for each in saved)
+        return nbytes <= AT_ONCE_BYTES and all(nearest.name in each.tiers for each in segments)
 
     def touch(self, names: list[str]) -> None:
         for tier in self.tiers:
@@ -151,10 +158,13 @@ class Store:
     def delete(self, saved: Saved) -> None:
         for tier in self.tiers:
             if tier.name in saved.tiers:
-                try:
-                    tier.delete(saved.name)
-                except TierError as error:
-                    self._fault(tier, error)
+                self._remove(tier, saved.name)
+
+    def _remove(self, tier: Tier, name: str) -> None:
+        try:
+            tier.delete(name)
+        except TierError as error:
+            self._fault(tier, error)
 
     def close(self) -> None:
         """Finish what was submitted, then stop."""
@@ -213,22 +223,25 @@ class Store:
 
     # Loading
 
-    def _load(self, job: LoadJob) -> None:
+    def _load_anywhere(self, job: LoadJob) -> None:
+        self._done(self._load(job, self.tiers))
+
+    def _load(self, job: LoadJob, tiers: list[Tier]) -> LoadDone:
         result = LoadDone(job)
         try:
             by_segment: dict[str, list[LoadPart]] = {}
             for part in job.parts:
                 by_segment.setdefault(part.saved.name, []).append(part)
             for parts in by_segment.values():
-                if not self._load_segment(parts[0].saved, result, partial(self._place, parts)):
+                if not self._load_segment(parts[0].saved, tiers, result, partial(self._place, parts)):
                     result.ok = False
                     break
             if result.ok and job.snapshot is not None:
-                result.ok = self._load_segment(job.snapshot, result, partial(self._place_snapshot, job))
+                result.ok = self._load_segment(job.snapshot, tiers, result, partial(self._place_snapshot, job))
         except Exception:
             log.exception("loading failed; the request computes instead")
             result.ok = False
-        self._done(result)
+        return result
 
     def _place(self, parts: list[LoadPart], segment: Segment) -> int:
         assert segment.rows is not None
@@ -243,9 +256,9 @@ class Store:
         self.pool.fill_live(job.live_row, segment.snapshot)
         return 0
 
-    def _load_segment(self, saved: Saved, result: LoadDone, place: Callable[[Segment], int]) -> bool:
-        """Copy one segment in from the nearest tier that has it whole."""
-        for i, tier in enumerate(self.tiers):
+    def _load_segment(self, saved: Saved, tiers: list[Tier], result: LoadDone, place: Callable[[Segment], int]) -> bool:
+        """Copy one segment in from the nearest of `tiers` that has it whole."""
+        for i, tier in enumerate(tiers):
             if tier.name not in saved.tiers:
                 continue
             damage: str | None = None
@@ -257,7 +270,7 @@ class Store:
                         by_tier = result.tokens_by_tier
                         by_tier[tier.name] = by_tier.get(tier.name, 0) + tokens
                         result.bytes_by_tier[tier.name] = result.bytes_by_tier.get(tier.name, 0) + len(buffer)
-                        self._promote(saved.name, buffer, self.tiers[:i], result)
+                        self._promote(saved.name, buffer, tiers[:i], result)
                         return True
             except DamagedSegment as error:
                 damage = str(error)
@@ -267,7 +280,7 @@ class Store:
             if damage is not None:
                 self.damaged[tier.name] += 1
                 log.warning("removed %s from the %s tier: %s", saved.name, tier.name, damage)
-                tier.delete(saved.name)
+                self._remove(tier, saved.name)
         return False
 
     def _promote(self, name: str, buffer: torch.Tensor, nearer: list[Tier], result: LoadDone) -> None:

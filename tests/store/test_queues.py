@@ -2,6 +2,7 @@
 
 import queue
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,21 +10,18 @@ import torch
 
 from holdover.state.address import AddressChain, address_key, as_tokens
 from holdover.state.layout import LAST_HIDDEN, ArraySpec, Layout
-from holdover.state.pool import DevicePool
+from holdover.state.pool import DevicePool, Slots
 from holdover.state.segment import Kind, SegmentHeader
-from holdover.state.tree import PrefixTree, Saved
+from holdover.state.tree import Node, PrefixTree, Saved
 from holdover.store.memory import MemoryTier
+from holdover.store.objects import DiskTier
 from holdover.store.queues import AT_ONCE_BYTES, Done, LoadDone, LoadJob, LoadPart, SaveDone, SaveJob, Store
 
 ROW = ArraySpec("keys", (1024,), torch.float32)
 
 
-@pytest.mark.parametrize("num_tokens", [3, AT_ONCE_BYTES // ROW.nbytes, AT_ONCE_BYTES // ROW.nbytes + 1])
-def test_a_load_runs_at_once_only_if_it_is_small(num_tokens: int) -> None:
-    layout = Layout((ROW,), (ArraySpec(LAST_HIDDEN, (8,), torch.float32),))
-    pool = DevicePool(layout, 16 << 20, 1, torch.device("cpu"))
-    done: queue.SimpleQueue[tuple[int, Done]] = queue.SimpleQueue()
-    store = Store(pool, "model", [MemoryTier(64 << 20)], lambda each: done.put((threading.get_ident(), each)))
+def save_job(layout: Layout, pool: DevicePool, num_tokens: int) -> tuple[Saved, Node, Slots, torch.Tensor, SaveJob]:
+    """Random rows on the device, and the job that saves them."""
     tree = PrefixTree(layout, pool)
     tokens = as_tokens(np.arange(num_tokens))
     chain = AddressChain(address_key("model"), tokens)
@@ -36,14 +34,46 @@ def test_a_load_runs_at_once_only_if_it_is_small(num_tokens: int) -> None:
     saved = Saved(Kind.ROWS, address, 0, num_tokens)
     header = SegmentHeader(Kind.ROWS, "model", space, address, space, 0, num_tokens)
     tree.register(saved, [node])
-    store.save(SaveJob(header=header, saved=saved, slots=slots, prefix=tokens, node=node))
+    return saved, node, slots, rows, SaveJob(saved=saved, header=header, prefix=tokens, slots=slots, node=node)
+
+
+@pytest.mark.parametrize("num_tokens", [3, AT_ONCE_BYTES // ROW.nbytes, AT_ONCE_BYTES // ROW.nbytes + 1])
+def test_a_load_runs_at_once_only_if_it_is_small(num_tokens: int) -> None:
+    layout = Layout((ROW,), (ArraySpec(LAST_HIDDEN, (8,), torch.float32),))
+    pool = DevicePool(layout, 16 << 20, 1, torch.device("cpu"))
+    done: queue.SimpleQueue[tuple[int, Done]] = queue.SimpleQueue()
+    store = Store(pool, "model", [MemoryTier(64 << 20)], lambda each: done.put((threading.get_ident(), each)))
+    saved, node, slots, rows, job = save_job(layout, pool, num_tokens)
+    store.save(job)
     _, ended = done.get(timeout=10)
     assert isinstance(ended, SaveDone) and ended.kept
-    tree.kept(saved.name, "memory")
+    saved.tiers.add("memory")
     pool.write_rows(slots, torch.zeros_like(rows))
     store.load(LoadJob([LoadPart(saved, node, 0, num_tokens, slots)], None, 0, None))
     thread, ended = done.get(timeout=10)
     assert isinstance(ended, LoadDone) and ended.ok
     assert torch.equal(pool.read_rows(slots), rows)
     assert (thread == threading.get_ident()) == (rows.numel() <= AT_ONCE_BYTES)
+    store.close()
+
+
+def test_a_load_at_once_never_waits_for_a_tier_that_may_be_slow(tmp_path: Path) -> None:
+    """The memory tier has lost the segment that the tree still knows there: the disk is read on the loader's thread."""
+    layout = Layout((ROW,), (ArraySpec(LAST_HIDDEN, (8,), torch.float32),))
+    pool = DevicePool(layout, 16 << 20, 1, torch.device("cpu"))
+    done: queue.SimpleQueue[tuple[int, Done]] = queue.SimpleQueue()
+    memory, disk = MemoryTier(64 << 20), DiskTier(tmp_path, 64 << 20)
+    store = Store(pool, "model", [memory, disk], lambda each: done.put((threading.get_ident(), each)))
+    saved, node, slots, rows, job = save_job(layout, pool, 5)
+    store.save(job)
+    done.get(timeout=10)
+    saved.tiers.update(("memory", "disk"))
+    memory.delete(saved.name)
+    pool.write_rows(slots, torch.zeros_like(rows))
+    store.load(LoadJob([LoadPart(saved, node, 0, 5, slots)], None, 0, None))
+    thread, ended = done.get(timeout=10)
+    assert isinstance(ended, LoadDone) and ended.ok and ended.tokens_by_tier == {"disk": 5}
+    assert ended.lost == [(saved.name, "memory")]
+    assert thread != threading.get_ident()
+    assert torch.equal(pool.read_rows(slots), rows)
     store.close()
