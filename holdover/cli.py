@@ -38,7 +38,7 @@ def _root(
 
 @app.command()
 def serve(
-    model: Annotated[Path, typer.Argument(help="Folder of a Hugging Face checkpoint.")],
+    model: Annotated[str, typer.Argument(help="Folder of a Hugging Face checkpoint, or oracle: (for tests of state).")],
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8000,
     device_memory: Annotated[str, typer.Option(help="Budget for state on the device.")] = "2GiB",
@@ -70,7 +70,7 @@ def serve(
     logging.getLogger("httpx").setLevel(logging.WARNING)
     disk = parse_disk_tier(disk_tier) if disk_tier else None
     config = EngineConfig(
-        model=str(model),
+        model=model,
         to_engine="",
         from_engine="",
         dtype=dtype,
@@ -85,7 +85,7 @@ def serve(
         threads=threads,
         audit=audit_tiers,
     )
-    name = served_model_name or model.resolve().name
+    name = served_model_name or (model if model.startswith("oracle:") else Path(model).resolve().name)
 
     def announce(ready: Ready, url: str) -> None:
         tiers = [f"memory {format_bytes(config.memory_bytes)}"] if config.memory_bytes else []

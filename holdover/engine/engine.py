@@ -72,7 +72,7 @@ class Engine:
         """Take in a request. Its outputs, or a Failed, come from later steps."""
         prompt = as_tokens(np.frombuffer(request.prompt, dtype="<u4"))
         sampling = request.sampling
-        most = len(prompt) + sampling.max_tokens + self.pool.slots_per_snapshot
+        most = (len(prompt) + sampling.max_tokens) * self.pool.slots_per_token + self.pool.slots_per_snapshot
         self.counters.requests += 1
         if most > self.pool.num_slots:
             self._fail(

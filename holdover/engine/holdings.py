@@ -47,13 +47,14 @@ class Holdings:
             return Taken.BUSY, None
         to_load = sum(min(node.end, position) - node.start for node in lacking)
         keep = pool.slots_per_snapshot if position < length else 0
-        need = to_load + (length - position) + keep + 1
-        least = length + keep + 1
+        need = (to_load + (length - position) + 1) * pool.slots_per_token + keep
+        least = (length + 1) * pool.slots_per_token + keep
         if least > pool.num_slots:
             return Taken.NEVER, None
         if not self._free_live_rows:
             return Taken.NO_ROOM, None
         reserve = sum(min(GROWTH_RESERVE_TOKENS, self._room_to_grow(other)) for other in self._growing)
+        reserve *= pool.slots_per_token
         node = tree.node_at(match)
         tree.lease(node)
         node.snapshot_leases += 1
@@ -91,11 +92,11 @@ class Holdings:
                 table.append(each.slots)
                 continue
             assert each.rows is not None
-            slots = self._allocate(len(each.tokens))
+            slots = self._allocate_rows(len(each.tokens))
             each.loading = job
             parts.append(LoadPart(each.rows, each, each.start, each.end, slots))
             table.append(slots)
-        table.append(self._allocate(length - position))
+        table.append(self._allocate_rows(length - position))
         filled = np.concatenate(table)
         sequence.table = np.empty(len(sequence.tokens), dtype=np.int64)
         sequence.table[:length] = filled
@@ -127,6 +128,12 @@ class Holdings:
             raise AssertionError("room that was made is gone")
         return slots
 
+    def _allocate_rows(self, count: int) -> Slots:
+        slots = self.pool.allocate_rows(count)
+        if slots is None:
+            raise AssertionError("room that was made is gone")
+        return slots
+
     def loaded(self, sequence: Sequence, job: LoadJob) -> None:
         """The load has put everything in place."""
         for part in job.parts:
@@ -138,16 +145,16 @@ class Holdings:
         """The load has failed: the sequence holds nothing any more."""
         for part in job.parts:
             self.tree.end_loading(part.node, part.first)
-            self.pool.free(part.slots)
+            self.pool.free_rows(part.slots)
         self.let_go(sequence)
 
     def grow(self, sequence: Sequence) -> bool:
         """A slot for the next token to be fed. False if there is none."""
         if sequence.position < sequence.allocated:
             return True
-        if not self.tree.make_room(1):
+        if not self.tree.make_room(self.pool.slots_per_token):
             return False
-        sequence.table[sequence.allocated] = self._allocate(1)[0]
+        sequence.table[sequence.allocated] = self._allocate_rows(1)[0]
         sequence.allocated += 1
         return True
 
@@ -187,7 +194,9 @@ class Holdings:
         """Take back everything that the sequence holds; what it published stays in the tree."""
         if sequence.node is None or sequence.live_row is None:
             return
-        self.pool.free(sequence.own_slots())
+        self.pool.free_rows(sequence.table[sequence.shared : sequence.allocated])
+        if sequence.spare is not None:
+            self.pool.free(sequence.spare)
         self.tree.release(sequence.node)
         self._free_live_rows.append(sequence.live_row)
         sequence.node, sequence.live_row, sequence.spare = None, None, None
@@ -196,7 +205,10 @@ class Holdings:
 
     def held_slots(self) -> Slots:
         """Slots that sequences and loads own themselves, for integrity checks."""
-        parts = [sequence.own_slots() for sequence in self._growing]
+        parts = [sequence.spare for sequence in self._growing if sequence.spare is not None]
+        if not self.pool.slots_per_token:
+            return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+        parts += [sequence.table[sequence.shared : sequence.allocated] for sequence in self._growing]
         loading = {id(node.loading): node.loading for node in self.tree.nodes() if node.loading is not None}
         for job in loading.values():
             assert isinstance(job, LoadJob)

@@ -32,12 +32,12 @@ from holdover.engine.messages import (
 from holdover.engine.text import NoText, StreamDecoder, TextDecoder
 from holdover.errors import HoldoverError
 from holdover.models.base import Model
-from holdover.models.registry import load_model
+from holdover.models.registry import load_model, model_folder
 from holdover.orphans import outlive_parent
 from holdover.state.pool import DevicePool
 from holdover.state.tree import PrefixTree
 from holdover.store.memory import MemoryTier
-from holdover.store.objects import DiskTier
+from holdover.store.objects import disk_tier
 from holdover.store.planning import SavePlanner, plan_delta
 from holdover.store.queues import Done, SaveDone, Store
 from holdover.store.recovery import recover
@@ -72,15 +72,14 @@ def build_engine(config: EngineConfig, inbox: Inbox, plan_saves: SavePlanner) ->
     device = torch.device(config.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise HoldoverError("--device cuda: PyTorch finds no GPU on this machine; use --device cpu.")
-    folder = Path(config.model)
     tiers: list[Tier] = []
     disk = None
     if config.memory_bytes is not None:
         tiers.append(MemoryTier(config.memory_bytes))
     if config.disk is not None:
-        disk = DiskTier(Path(config.disk.folder), config.disk.budget_bytes)
+        disk = disk_tier(Path(config.disk.folder), config.disk.budget_bytes)
         tiers.append(disk)
-    model = load_model(folder, config.dtype, device)
+    model = load_model(config.model, config.dtype, device)
     if config.context_length is not None:
         if config.context_length > model.context_length:
             raise HoldoverError(
@@ -98,7 +97,7 @@ def build_engine(config: EngineConfig, inbox: Inbox, plan_saves: SavePlanner) ->
         store,
         max_batch_tokens=config.max_batch_tokens,
         snapshot_spacing=config.snapshot_spacing,
-        new_decoder=decoder_factory(folder),
+        new_decoder=decoder_factory(model_folder(config.model)),
         plan_saves=plan_saves,
         audit=config.audit,
     )
@@ -119,7 +118,11 @@ def facts(engine: Engine, notes: list[str]) -> Ready:
     model, pool = engine.model, engine.pool
     return Ready(
         context_length=model.context_length,
-        max_request_tokens=min(model.context_length, pool.num_slots - pool.slots_per_snapshot),
+        max_request_tokens=(
+            min(model.context_length, pool.num_slots - pool.slots_per_snapshot)
+            if pool.slots_per_token
+            else model.context_length
+        ),
         vocab_size=model.vocab_size,
         eos_token_ids=sorted(model.eos_token_ids),
         bytes_per_token=model.layout.bytes_per_token,

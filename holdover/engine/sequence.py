@@ -70,8 +70,3 @@ class Sequence:
     def append(self, token: int) -> None:
         self.tokens[self.length] = token
         self.length += 1
-
-    def own_slots(self) -> Slots:
-        """Slots that would be lost if the sequence just vanished."""
-        own = self.table[self.shared : self.allocated]
-        return own if self.spare is None else np.concatenate([own, self.spare])

@@ -10,17 +10,28 @@ from holdover.errors import ModelError
 from holdover.models.base import Model
 from holdover.models.kimi_linear import KimiLinear
 from holdover.models.loader import Weights, read_config, serving_dtype
+from holdover.models.oracle import FOLDER, PREFIX, make_oracle
 from holdover.models.qwen3 import Qwen3
 
 ModelClass = Callable[[dict[str, Any], Weights, torch.dtype, torch.device], Model]
 MODELS: dict[str, ModelClass] = {"kimi_linear": KimiLinear, "qwen3": Qwen3}
 
 
-def load_model(folder: Path, dtype: str = "auto", device: torch.device | None = None) -> Model:
-    """Load the checkpoint in `folder`. Raises ModelError, which says what is wrong with it."""
+def model_folder(name: str) -> Path:
+    """Where a model's tokenizer lies: the checkpoint's own folder, or the package's for `oracle:`."""
+    return FOLDER if name.startswith(PREFIX) else Path(name)
+
+
+def load_model(name: str | Path, dtype: str = "auto", device: torch.device | None = None) -> Model:
+    """Load the checkpoint in the folder `name`, or make `oracle:KIND`. Raises ModelError, which says what is wrong."""
+    device = device or torch.device("cpu")
+    if str(name).startswith(PREFIX):
+        if device.type != "cpu":
+            raise ModelError("the oracle runs on the CPU only; leave --device at cpu.")
+        return make_oracle(str(name))
+    folder = Path(name)
     config = read_config(folder)
     model = MODELS.get(config["model_type"])
     if model is None:
         raise ModelError(f"model type {config['model_type']!r} is not served; these are: {', '.join(sorted(MODELS))}.")
-    device = device or torch.device("cpu")
     return model(config, Weights(folder), serving_dtype(dtype, config), device)

@@ -8,7 +8,6 @@ import logging
 import signal
 import socket
 from collections.abc import Callable
-from pathlib import Path
 
 import uvicorn
 
@@ -16,6 +15,7 @@ from holdover.config import EngineConfig
 from holdover.engine.messages import Ready
 from holdover.errors import HoldoverError
 from holdover.loop import run_async
+from holdover.models.registry import model_folder
 from holdover.server.app import Server
 from holdover.server.chat import ChatTokenizer
 from holdover.server.engine_client import ENGINE_MODULE, EngineClient, EngineProcess
@@ -67,7 +67,7 @@ def serve(
     engine = EngineProcess(config, engine_module)
     previous = signal.signal(signal.SIGTERM, _interrupt)  # while starting; uvicorn takes over afterwards
     try:
-        tokenizer = ChatTokenizer(Path(config.model))
+        tokenizer = ChatTokenizer(model_folder(config.model))
         ready = engine.wait_ready()
         signal.signal(signal.SIGTERM, previous)
         return run_async(_run(engine, ready, Server(model_name, tokenizer), listener, lambda: announce(ready, url)))

@@ -22,7 +22,8 @@ def check_integrity(tree: PrefixTree, other_slots: Slots | None = None) -> None:
         assert node.device_children == on_device, "device children miscounted"
         if node.slots is not None:
             assert len(node.slots) == len(node.tokens), "rows and tokens differ in number"
-            held.append(node.slots)
+            if tree.pool.slots_per_token:
+                held.append(node.slots)
         if node.snapshot_slots is not None:
             assert len(node.snapshot_slots) == tree.pool.slots_per_snapshot
             held.append(node.snapshot_slots)

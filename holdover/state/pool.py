@@ -2,6 +2,7 @@
 
 The budget is cut into equal slots of `bytes_per_token` bytes. A token's state takes one slot; a snapshot takes as many
 slots as its bytes need, anywhere. So there is one budget for all kinds of state, no fixed split, and no fragmentation.
+Models without token state (`slots_per_token` 0) keep no rows: their tokens take no slots, and "rows" are in name only.
 Beside the slots lie the live states: one row per running sequence, updated in place by the model at every step.
 """
 
@@ -28,10 +29,11 @@ class DevicePool:
         self.layout = layout
         self.budget_bytes = budget_bytes
         self.slot_bytes = layout.bytes_per_token or MIN_SLOT_BYTES
+        self.slots_per_token = 1 if layout.bytes_per_token else 0
         self.slots_per_snapshot = -(-layout.bytes_per_snapshot // self.slot_bytes)
         self.live_bytes = self.slots_per_snapshot * self.slot_bytes
         self.num_slots = (budget_bytes - max_running * self.live_bytes) // self.slot_bytes
-        if self.num_slots < self.slots_per_snapshot + 1:
+        if self.num_slots < self.slots_per_snapshot + self.slots_per_token:
             raise HoldoverError(
                 f"device memory of {budget_bytes:,} bytes is too small: {max_running} running sequences take "
                 f"{max_running * self.live_bytes:,} bytes and each kept token {self.slot_bytes:,}. "
@@ -83,25 +85,40 @@ class DevicePool:
         self._free[self._num_free : end] = slots[::-1]
         self._num_free = end
 
+    def allocate_rows(self, count: int) -> Slots | None:
+        """Take slots for the rows of `count` tokens, [count]; None if too few are free. All 0 where none are needed."""
+        return self.allocate(count) if self.slots_per_token else np.zeros(count, dtype=np.int64)
+
+    def free_rows(self, slots: Slots) -> None:
+        """Give back what `allocate_rows` gave."""
+        if self.slots_per_token:
+            self.free(slots)
+
     def free_slots(self) -> Slots:
         """The free slots (a copy), for integrity checks."""
         return self._free[: self._num_free].copy()
 
     def read_rows(self, slots: Slots) -> torch.Tensor:
-        """Copy out token rows: uint8 [len(slots), slot_bytes], on the CPU."""
+        """Copy out slots: uint8 [len(slots), slot_bytes], on the CPU."""
         if self._host is None:
             return self.arena.index_select(0, torch.from_numpy(slots).to(self.arena.device)).cpu()
         return torch.from_numpy(self._host.take(slots, axis=0))
 
     def copy_rows(self, slots: Slots, place: torch.Tensor) -> None:
-        """Copy token rows to `place`: uint8 [len(slots), slot_bytes], on the CPU."""
+        """Copy token rows to `place`: uint8 [len(slots), bytes_per_token], on the CPU."""
+        if not self.slots_per_token:
+            return
         if self._host is None:
             place.copy_(self.read_rows(slots))
         else:
             self._host.take(slots, axis=0, out=place.numpy(), mode="clip")
 
     def write_rows(self, slots: Slots, rows: torch.Tensor) -> None:
-        """Copy in token rows: uint8 [len(slots), slot_bytes]."""
+        """Copy in token rows: uint8 [len(slots), bytes_per_token]."""
+        if self.slots_per_token:
+            self._write(slots, rows)
+
+    def _write(self, slots: Slots, rows: torch.Tensor) -> None:
         if self._host is None:
             self.arena.index_copy_(0, torch.from_numpy(slots).to(self.arena.device), rows.to(self.arena.device))
         else:
@@ -114,7 +131,7 @@ class DevicePool:
 
     def keep_snapshot(self, live_row: int, slots: Slots) -> None:
         """Copy a live state into slots: the snapshot of the position that the live state is at."""
-        self.write_rows(slots, self.live[live_row].view(self.slots_per_snapshot, self.slot_bytes))
+        self._write(slots, self.live[live_row].view(self.slots_per_snapshot, self.slot_bytes))
 
     def resume_snapshot(self, slots: Slots, live_row: int) -> None:
         """Copy a kept snapshot into a live state."""

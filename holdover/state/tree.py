@@ -255,7 +255,7 @@ class PrefixTree:
             if child.slots is None:
                 self._hold_rows(child, slots[position : position + length])
             else:
-                self.pool.free(slots[position : position + length])
+                self.pool.free_rows(slots[position : position + length])
             assert child.slots is not None
             kept.append(child.slots)
             child.generated = child.generated and generated
@@ -278,7 +278,7 @@ class PrefixTree:
             if each.slots is None:
                 self._hold_rows(each, part)
             else:
-                self.pool.free(part)
+                self.pool.free_rows(part)
             assert each.parent is not None
             each = each.parent
 
@@ -426,6 +426,7 @@ class PrefixTree:
     def evictable_slots(self) -> int:
         """Slots that `make_room` could free."""
         rows = sum([node.tokens.size for node in self._on_device if node.leases == 0 and node.loading is None])
+        rows *= self.pool.slots_per_token
         kept = sum(
             len(node.snapshot_slots)
             for node in self._snapshots_on_device
@@ -443,7 +444,7 @@ class PrefixTree:
 
     def _evict_rows(self, node: Node) -> None:
         assert node.slots is not None
-        self.pool.free(node.slots)
+        self.pool.free_rows(node.slots)
         node.slots = None
         self.num_evicted_tokens += len(node.tokens)
         del self._on_device[node]

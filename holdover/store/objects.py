@@ -1,4 +1,4 @@
-"""The disk tier: one file per segment, written whole or not at all, through obstore."""
+"""Tiers on object stores, the local disk first: one object per segment, written whole or not at all, through obstore."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ import numpy as np
 import obstore
 import torch
 from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError
-from obstore.store import LocalStore
+from obstore.store import LocalStore, ObjectStore
 
 from holdover.errors import TierError
 from holdover.store.ledger import Ledger
@@ -24,27 +24,33 @@ def _path(name: str) -> str:
     return f"segments/{name[:2]}/{name}"
 
 
-class DiskTier:
-    """Keeps segments in one local folder. Raises TierError if the folder cannot be made, written or read."""
+def disk_tier(folder: Path, budget_bytes: int) -> "ObjectTier":
+    """The tier in one local folder. Raises TierError if the folder cannot be made, written or read."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return ObjectTier(LocalStore(str(folder.resolve()), automatic_cleanup=False), str(folder), budget_bytes, "disk")
+    except (OSError, BaseError) as error:
+        raise TierError(
+            f"the disk tier {folder} can't be written ({_reason(error)}). Give another folder with "
+            "--disk-tier DIR:SIZE, or make this one writable."
+        ) from None
+
+
+class ObjectTier:
+    """Keeps segments in one object store. `place` names it to the user. Raises OSError or obstore's BaseError if the
+    store cannot be written or listed."""
 
     immediate = False
 
-    def __init__(self, folder: Path, budget_bytes: int, name: str = "disk") -> None:
+    def __init__(self, store: ObjectStore, place: str, budget_bytes: int, name: str) -> None:
         self.name = name
-        self.folder = folder
+        self.place = place
         self.budget_bytes = budget_bytes
+        self._store = store
         self._ledger = Ledger(budget_bytes, self._remove)
-        try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._store = LocalStore(str(folder.resolve()), automatic_cleanup=False)
-            obstore.put(self._store, PROBE, b"holdover")
-            obstore.delete(self._store, PROBE)
-            found = [item for page in obstore.list(self._store, prefix="segments") for item in page]
-        except (OSError, BaseError) as error:
-            raise TierError(
-                f"the disk tier {folder} can't be written ({_reason(error)}). Give another folder with "
-                "--disk-tier DIR:SIZE, or make this one writable."
-            ) from None
+        obstore.put(self._store, PROBE, b"holdover")
+        obstore.delete(self._store, PROBE)
+        found = [item for page in obstore.list(self._store, prefix="segments") for item in page]
         found.sort(key=lambda item: item["last_modified"])
         for item in reversed(found):  # newest first, as far as the budget reaches
             if not self._ledger.adopt(Path(item["path"]).name, item["size"]):
@@ -70,7 +76,7 @@ class DiskTier:
         except (NotFoundError, FileNotFoundError):
             return None
         except (OSError, BaseError) as error:
-            raise TierError(f"reading from the disk tier {self.folder} failed: {_reason(error)}") from error
+            raise TierError(f"reading from the {self.name} tier {self.place} failed: {_reason(error)}") from error
         array = np.frombuffer(memoryview(content), dtype=np.uint8)
         return torch.from_numpy(array if array.flags.writeable else array.copy())
 
@@ -84,7 +90,7 @@ class DiskTier:
             pass
         except (OSError, BaseError) as error:
             self._ledger.remove(name)
-            raise TierError(f"writing to the disk tier {self.folder} failed: {_reason(error)}") from error
+            raise TierError(f"writing to the {self.name} tier {self.place} failed: {_reason(error)}") from error
         except BaseException:
             self._ledger.remove(name)
             raise
@@ -100,7 +106,7 @@ class DiskTier:
         except (NotFoundError, FileNotFoundError):
             pass
         except (OSError, BaseError) as error:
-            log.warning("the disk tier %s could not remove %s: %s", self.folder, name, _reason(error))
+            log.warning("the tier %s could not remove %s: %s", self.place, name, _reason(error))
 
     def scan(self) -> Iterator[str]:
         return self._ledger.names()
@@ -110,7 +116,7 @@ class DiskTier:
         try:
             return bytes(obstore.get_range(self._store, _path(name), start=0, length=nbytes))
         except (OSError, BaseError) as error:
-            raise TierError(f"reading from the disk tier {self.folder} failed: {_reason(error)}") from error
+            raise TierError(f"reading from the {self.name} tier {self.place} failed: {_reason(error)}") from error
 
     def touch(self, names: list[str]) -> None:
         self._ledger.touch(names)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -82,8 +83,21 @@ class LoadDone:
 Done = SaveDone | LoadDone
 
 
-class _Worker:
-    """One thread that runs jobs in order."""
+class Worker(Protocol):
+    """Runs the jobs that it is given, in order."""
+
+    def submit(self, job: object) -> None:
+        """Run `job` after those submitted before."""
+
+    def close(self) -> None:
+        """Finish what was submitted, then stop."""
+
+
+StartWorker = Callable[[str, Callable[..., None]], Worker]  # (name, what runs a job)
+
+
+class ThreadWorker:
+    """A Worker with a thread of its own."""
 
     def __init__(self, name: str, run: Callable[..., None]) -> None:
         self._jobs: queue.SimpleQueue[object] = queue.SimpleQueue()
@@ -106,23 +120,31 @@ class _Worker:
 class Store:
     """The tiers of one engine, nearest first.
 
-    `done` is called with each finished job, from the thread that ran it. With `threads=False` jobs run when submitted:
-    tests and simulation use that to decide the order themselves.
+    `done` is called with each finished job, by the worker that ran it. Tests give their own workers, and their own
+    clock, or None as `start_worker`: then jobs run when they are submitted.
     """
 
     def __init__(
-        self, pool: DevicePool, fingerprint: str, tiers: list[Tier], done: Callable[[Done], None], threads: bool = True
+        self,
+        pool: DevicePool,
+        fingerprint: str,
+        tiers: list[Tier],
+        done: Callable[[Done], None],
+        start_worker: StartWorker | None = ThreadWorker,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pool = pool
         self.layout = pool.layout
         self.fingerprint = fingerprint
         self.tiers = tiers
         self._done = done
+        self._clock = clock
         self._silent_until: dict[str, float] = {}
         self.faults = {tier.name: 0 for tier in tiers}
         self.damaged = {tier.name: 0 for tier in tiers}
-        self._saver = _Worker("holdover-save", self._save) if threads and tiers else None
-        self._loader = _Worker("holdover-load", self._load_anywhere) if threads and tiers else None
+        start = start_worker if tiers else None
+        self._saver = start("holdover-save", self._save) if start is not None else None
+        self._loader = start("holdover-load", self._load_anywhere) if start is not None else None
 
     def save(self, job: SaveJob) -> None:
         job.saved.pending += 1
@@ -192,7 +214,7 @@ class Store:
 
         nbytes = segment_bytes(header, self.layout)
         for tier in self.tiers:
-            if time.monotonic() < self._silent_until.get(tier.name, 0.0):
+            if self._clock() < self._silent_until.get(tier.name, 0.0):
                 continue
             try:
                 put = tier.put(header.name, nbytes, make)
@@ -218,7 +240,7 @@ class Store:
     def _fault(self, tier: Tier, error: TierError) -> None:
         """A tier that fails is left alone for a while; serving goes on without it."""
         self.faults[tier.name] += 1
-        self._silent_until[tier.name] = time.monotonic() + RETRY_AFTER_FAULT_SECONDS
+        self._silent_until[tier.name] = self._clock() + RETRY_AFTER_FAULT_SECONDS
         log.warning("%s; going on without it, next try in %.0f s", error, RETRY_AFTER_FAULT_SECONDS)
 
     # Loading

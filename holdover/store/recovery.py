@@ -1,4 +1,4 @@
-"""What a disk tier kept through a restart, put back into the tree from the headers alone."""
+"""What a tier kept through a restart, put back into the tree from the headers alone."""
 
 import logging
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from holdover.errors import TierError
 from holdover.state.address import Tokens
 from holdover.state.segment import DamagedSegment, Kind, SegmentHeader, parse_header
 from holdover.state.tree import Node, PrefixTree, Saved, path_to
-from holdover.store.objects import DiskTier
+from holdover.store.objects import ObjectTier
 
 log = logging.getLogger(__name__)
 HEAD_BYTES = 4096
@@ -25,7 +25,7 @@ class Recovery:
     unusable: int = 0
 
 
-def recover(tree: PrefixTree, tier: DiskTier, fingerprint: str) -> Recovery:
+def recover(tree: PrefixTree, tier: ObjectTier, fingerprint: str) -> Recovery:
     """Add to the tree what `tier` keeps for this model. Checksums are checked when a segment is loaded."""
     result = Recovery()
     rows: dict[bytes, list[tuple[SegmentHeader, Tokens]]] = {}
@@ -34,7 +34,7 @@ def recover(tree: PrefixTree, tier: DiskTier, fingerprint: str) -> Recovery:
         try:
             header, tokens = _read(tier, name)
         except (DamagedSegment, TierError) as error:
-            log.warning("left out %s of the disk tier: %s", name, error)
+            log.warning("left out %s of the %s tier: %s", name, tier.name, error)
             tier.delete(name)
             result.unusable += 1
             continue
@@ -71,7 +71,7 @@ def recover(tree: PrefixTree, tier: DiskTier, fingerprint: str) -> Recovery:
     return result
 
 
-def _read(tier: DiskTier, name: str) -> tuple[SegmentHeader, Tokens]:
+def _read(tier: ObjectTier, name: str) -> tuple[SegmentHeader, Tokens]:
     head = tier.head(name, HEAD_BYTES)
     header, _, data_start, _ = parse_header(head)
     if header.name != name:

@@ -27,7 +27,7 @@ class Bench:
         self.done: list[Done] = []
         self.pool = DevicePool(model.layout, device_bytes, max_running, torch.device("cpu"))
         self.tree = PrefixTree(model.layout, self.pool)
-        self.store = Store(self.pool, model.fingerprint, list(tiers), self.done.append, threads=False)
+        self.store = Store(self.pool, model.fingerprint, list(tiers), self.done.append, start_worker=None)
         self.engine = Engine(
             model, self.pool, self.tree, self.store,
             max_batch_tokens=max_batch_tokens, snapshot_spacing=100, audit=True, **options,

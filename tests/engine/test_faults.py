@@ -129,7 +129,7 @@ def test_random_traffic_with_real_threads_gives_the_answers_of_a_fresh_engine(hy
     tier = MemoryTier(900_000)
     bench = Bench(hybrid, device_bytes=device_for(hybrid, 700), tiers=(tier,), max_running=3)
     bench.store.close()
-    bench.store = bench.engine.store = Store(bench.pool, hybrid.fingerprint, [tier], bench.done.append, threads=True)
+    bench.store = bench.engine.store = Store(bench.pool, hybrid.fingerprint, [tier], bench.done.append)
     shared = prompt(90, 60)
     histories = [[*shared, *prompt(91 + i, 20)] for i in range(6)]
     for _ in range(5):

@@ -14,7 +14,7 @@ from holdover.state.pool import DevicePool, Slots
 from holdover.state.segment import Kind, SegmentHeader
 from holdover.state.tree import Node, PrefixTree, Saved
 from holdover.store.memory import MemoryTier
-from holdover.store.objects import DiskTier
+from holdover.store.objects import disk_tier
 from holdover.store.queues import AT_ONCE_BYTES, Done, LoadDone, LoadJob, LoadPart, SaveDone, SaveJob, Store
 
 ROW = ArraySpec("keys", (1024,), torch.float32)
@@ -62,7 +62,7 @@ def test_a_load_at_once_never_waits_for_a_tier_that_may_be_slow(tmp_path: Path) 
     layout = Layout((ROW,), (ArraySpec(LAST_HIDDEN, (8,), torch.float32),))
     pool = DevicePool(layout, 16 << 20, 1, torch.device("cpu"))
     done: queue.SimpleQueue[tuple[int, Done]] = queue.SimpleQueue()
-    memory, disk = MemoryTier(64 << 20), DiskTier(tmp_path, 64 << 20)
+    memory, disk = MemoryTier(64 << 20), disk_tier(tmp_path, 64 << 20)
     store = Store(pool, "model", [memory, disk], lambda each: done.put((threading.get_ident(), each)))
     saved, node, slots, rows, job = save_job(layout, pool, 5)
     store.save(job)

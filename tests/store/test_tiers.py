@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from holdover.errors import TierError
 from holdover.store.ledger import Ledger
 from holdover.store.memory import MemoryTier
-from holdover.store.objects import DiskTier
+from holdover.store.objects import disk_tier
 from holdover.store.tier import PutStatus, Tier
 
 NAME = "ab" * 32 + ".rows"
@@ -24,7 +24,7 @@ def content(size: int, value: int = 1) -> torch.Tensor:
 
 @pytest.fixture(params=["memory", "disk"])
 def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Tier:
-    return MemoryTier(10_000) if request.param == "memory" else DiskTier(tmp_path / "tier", 10_000)
+    return MemoryTier(10_000) if request.param == "memory" else disk_tier(tmp_path / "tier", 10_000)
 
 
 def test_what_is_put_can_be_got(tier: Tier) -> None:
@@ -128,14 +128,14 @@ def test_a_disk_tier_that_cannot_be_written_says_so(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
     with pytest.raises(TierError, match=r"can't be written.*--disk-tier"):
-        DiskTier(blocked / "tier", 1000)
+        disk_tier(blocked / "tier", 1000)
 
 
 def test_a_disk_tier_is_private_and_comes_back_after_a_restart(tmp_path: Path) -> None:
-    first = DiskTier(tmp_path / "tier", 10_000)
+    first = disk_tier(tmp_path / "tier", 10_000)
     first.put(NAME, 100, lambda: content(100, 9))
     assert (os.stat(tmp_path / "tier").st_mode & 0o777) == 0o700
-    second = DiskTier(tmp_path / "tier", 10_000)
+    second = disk_tier(tmp_path / "tier", 10_000)
     assert second.used_bytes() == 100
     with second.get(NAME) as buffer:
         assert buffer is not None
@@ -143,8 +143,8 @@ def test_a_disk_tier_is_private_and_comes_back_after_a_restart(tmp_path: Path) -
 
 
 def test_a_smaller_budget_after_a_restart_is_kept(tmp_path: Path) -> None:
-    first = DiskTier(tmp_path / "tier", 10_000)
+    first = disk_tier(tmp_path / "tier", 10_000)
     for i in range(4):
         first.put(f"{i:02d}" * 32 + ".rows", 1000, lambda: content(1000))
-    assert DiskTier(tmp_path / "tier", 2500).used_bytes() == 2000
+    assert disk_tier(tmp_path / "tier", 2500).used_bytes() == 2000
     assert sum(file.stat().st_size for file in (tmp_path / "tier").rglob("*.rows")) == 2000
