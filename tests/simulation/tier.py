@@ -1,0 +1,208 @@
+"""A real tier seen through the simulation: slow and faulty as the scenario says, and with books of its own."""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from holdover.errors import TierError
+from holdover.store.audit import position_digests
+from holdover.store.tier import PutResult, PutStatus, Tier
+from tests.simulation.scenario import Fault
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+REFUSING = {"error": ("get", "put", "delete"), "readonly": ("put", "delete"), "crash": ("get", "put")}
+
+
+class Broken(RuntimeError):
+    """A fault that no tier should raise, and some will."""
+
+
+class SimulatedTier:
+    """Law 2, 3 and 6 are checked at every call. `alone`: only one tree saves here, so that nothing may lie twice."""
+
+    def __init__(self, world: "World", inner: Tier, name: str, faults: list[Fault], alone: bool) -> None:
+        self.world = world
+        self.inner = inner
+        self.name = inner.name
+        self.shown = name
+        self.budget_bytes = inner.budget_bytes
+        self.immediate = inner.immediate
+        self.faults = faults
+        self.alone = alone
+        self.rng = random.Random(f"{world.scenario.seed} {name}")
+        self.copies: Counter[int] = Counter()
+        self.held: dict[str, list[int]] = {}
+        self.bytes_put: Counter[str] = Counter()  # by engine
+
+    # What the store calls
+
+    def has(self, name: str) -> bool:
+        return self.inner.has(name)
+
+    @contextmanager
+    def get(self, name: str) -> Iterator[torch.Tensor | None]:
+        self._pass_time("get")
+        damage = self._meet_faults("get")
+        with self.inner.get(name) as buffer:
+            self._pass_time("get")
+            self.world.tell(self.shown, f"gives {short(name)}{' ' + damage if damage else ''}: {size(buffer)}")
+            if buffer is not None:
+                yield self._damaged(buffer, damage, name)
+                self._pass_time("get")
+            else:
+                yield None
+
+    def put(self, name: str, nbytes: int, make: Callable[[], torch.Tensor]) -> PutResult:
+        self._pass_time("put")
+        self._meet_faults("put")
+
+        def slowly() -> torch.Tensor:
+            self._pass_time("put")
+            buffer = make()
+            assert len(buffer) == nbytes, "a segment is not as long as was announced"
+            self._check_budget()
+            self._pass_time("put")
+            return buffer
+
+        result = self.inner.put(name, nbytes, slowly)
+        for other in result.evicted:
+            self._removed(other)
+        if result.status is PutStatus.KEPT:
+            self.bytes_put[self.world.acting] += nbytes
+            self._added(name)
+        evicted = ", ".join(short(other) for other in result.evicted)
+        self.world.tell(
+            self.shown,
+            f"{'keeps' if result.status is PutStatus.KEPT else result.status.value + ':'} {short(name)}, {nbytes} bytes"
+            + (f"; {evicted} had to go" if evicted else ""),
+        )
+        self._check_budget()
+        self._pass_time("put")
+        return result
+
+    def delete(self, name: str) -> None:
+        self._meet_faults("delete")
+        self.inner.delete(name)
+        if not self.inner.has(name):
+            self._removed(name)
+
+    def scan(self) -> Iterator[str]:
+        return self.inner.scan()
+
+    def touch(self, names: list[str]) -> None:
+        self.inner.touch(names)
+
+    def used_bytes(self) -> int:
+        return self.inner.used_bytes()
+
+    def head(self, name: str, nbytes: int) -> bytes:
+        return self.inner.head(name, nbytes)  # type: ignore[attr-defined, no-any-return]
+
+    # Faults
+
+    def _active(self) -> list[Fault]:
+        return [fault for fault in self.faults if fault.start <= self.world.now < fault.end]
+
+    def _pass_time(self, call: str) -> None:
+        seconds = self.rng.random() * 0.004
+        for fault in self._active():
+            if fault.kind == "slow":
+                seconds += self.rng.random() * 2
+            elif fault.kind == "hang":
+                seconds = max(seconds, fault.end - self.world.now)
+        self.world.pause(seconds)
+
+    def _meet_faults(self, call: str) -> str:
+        """Raise, or return the kind of damage that what is read will have."""
+        for fault in self._active():
+            if fault.kind in ("slow", "hang", "vanish") or self.rng.random() >= fault.rate:
+                continue
+            if call in REFUSING.get(fault.kind, ()):
+                self.world.tell(self.shown, f"fails to {call} ({fault.kind})")
+                if fault.kind == "crash":
+                    raise Broken(f"the {self.name} tier breaks")
+                raise TierError(f"the {self.name} tier fails to {call}")
+            if call == "get" and fault.kind in ("flip", "truncate", "foreign", "missing"):
+                return fault.kind
+        return ""
+
+    def _damaged(self, buffer: torch.Tensor, damage: str, name: str) -> torch.Tensor | None:
+        if damage == "flip":
+            buffer = buffer.clone()
+            buffer[self.rng.randrange(len(buffer))] ^= 1 << self.rng.randrange(8)
+        elif damage == "truncate":
+            buffer = buffer[: self.rng.randrange(len(buffer))].clone()
+        elif damage == "foreign":
+            others = sorted(other for other in self.inner.scan() if other != name)
+            if others:
+                with self.inner.get(self.rng.choice(others)) as other:
+                    return None if other is None else other.clone()
+        elif damage == "missing":
+            return None
+        return buffer
+
+    def vanish(self) -> None:
+        """All that the tier keeps is gone, behind its back."""
+        store = getattr(self.inner, "_store", None)
+        for name in list(self.inner.scan()):
+            if store is not None:
+                self.inner._remove(name)  # type: ignore[attr-defined]
+            else:
+                self.inner.delete(name)
+            if store is not None or not self.inner.has(name):
+                self._removed(name)
+
+    # Books
+
+    def _added(self, name: str) -> None:
+        saved = self.world.saved[name]
+        if saved.rows:
+            digests = [digest ^ saved.salt for digest in position_digests(saved.prefix, saved.start)]
+        else:
+            digests = [~position_digests(saved.prefix, saved.end - 1)[0] ^ saved.salt]
+        self._removed(name)  # the tier had lost it
+        self.held[name] = digests
+        for digest in digests:
+            self.copies[digest] += 1
+        if self.alone:
+            twice = sum(self.copies[digest] > 1 for digest in digests)
+            assert not twice, f"law 2: {twice} positions of {short(name)} lie twice in the {self.shown}"
+
+    def _removed(self, name: str) -> None:
+        for digest in self.held.pop(name, ()):
+            self.copies[digest] -= 1
+
+    def _check_budget(self) -> None:
+        used = self.inner.used_bytes()
+        assert used <= self.budget_bytes, f"law 6: {self.shown} counts {used} of {self.budget_bytes} bytes"
+        assert self.real_bytes() <= used, f"law 6: {self.shown} holds more bytes than it counts"
+
+    def real_bytes(self) -> int:
+        """Bytes that lie in the tier, whatever its books say."""
+        buffers = getattr(self.inner, "_buffers", None)
+        if buffers is not None:
+            return sum(len(buffer) for buffer in buffers.values())
+        store = self.inner._store  # type: ignore[attr-defined]
+        import obstore
+
+        return sum(item["size"] for page in obstore.list(store, prefix="segments") for item in page)
+
+    def check_at_rest(self) -> None:
+        """Nothing is being read or written any more."""
+        entries = self.inner._ledger._entries  # type: ignore[attr-defined]
+        assert all(entry.complete and not entry.leases for entry in entries.values()), f"{self.shown}: a lease is left"
+
+
+def short(name: str) -> str:
+    return f"{name[:6]}.{name.split('.')[-1]}"
+
+
+def size(buffer: torch.Tensor | np.ndarray | None) -> str:
+    return "nothing" if buffer is None else f"{len(buffer)} bytes"
