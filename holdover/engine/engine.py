@@ -69,7 +69,9 @@ class Engine:
     # Requests
 
     def submit(self, request: Generate) -> None:
-        """Take in a request. Its outputs, or a Failed, come from later steps."""
+        """Take in a request. Its outputs, or a Failed, come from later steps. One that is here already is ignored."""
+        if request.id in self._sequences:
+            return
         prompt = as_tokens(np.frombuffer(request.prompt, dtype="<u4"))
         sampling = request.sampling
         most = (len(prompt) + sampling.max_tokens) * self.pool.slots_per_token + self.pool.slots_per_snapshot

@@ -284,10 +284,16 @@ class Store:
             if tier.name not in saved.tiers:
                 continue
             damage: str | None = None
+            reachable = True
             try:
                 with tier.get(saved.name) as buffer:
                     if buffer is not None:
                         segment = decode(buffer, self.layout, self.fingerprint, saved.name)
+                        header = segment.header
+                        if (header.start, header.end) != (saved.start, saved.end):
+                            raise DamagedSegment(
+                                f"it holds tokens [{header.start}, {header.end}), not [{saved.start}, {saved.end})"
+                            )
                         tokens = place(segment)
                         by_tier = result.tokens_by_tier
                         by_tier[tier.name] = by_tier.get(tier.name, 0) + tokens
@@ -298,10 +304,12 @@ class Store:
                 damage = str(error)
             except TierError as error:
                 self._fault(tier, error)
+                reachable = False
             result.lost.append((saved.name, tier.name))
             if damage is not None:
                 self.damaged[tier.name] += 1
                 log.warning("removed %s from the %s tier: %s", saved.name, tier.name, damage)
+            if reachable:  # also where it was just not there: so that it can be saved again
                 self._remove(tier, saved.name)
         return False
 

@@ -11,6 +11,7 @@ import torch
 
 from holdover.errors import TierError
 from holdover.store.audit import position_digests
+from holdover.state.segment import Kind, SegmentHeader, parse_header
 from holdover.store.tier import PutResult, PutStatus, Tier
 from tests.simulation.scenario import Fault
 
@@ -63,9 +64,12 @@ class SimulatedTier:
         self._pass_time("put")
         self._meet_faults("put")
 
+        header: list[SegmentHeader] = []
+
         def slowly() -> torch.Tensor:
             self._pass_time("put")
             buffer = make()
+            header.append(parse_header(buffer.numpy().data)[0])
             assert len(buffer) == nbytes, "a segment is not as long as was announced"
             self._check_budget()
             self._pass_time("put")
@@ -76,7 +80,8 @@ class SimulatedTier:
             self._removed(other)
         if result.status is PutStatus.KEPT:
             self.bytes_put[self.world.acting] += nbytes
-            self._added(name)
+            assert header[0].name == name, "a segment under the name of another"
+            self._added(header[0])
         evicted = ", ".join(short(other) for other in result.evicted)
         self.world.tell(
             self.shown,
@@ -161,12 +166,16 @@ class SimulatedTier:
 
     # Books
 
-    def _added(self, name: str) -> None:
-        saved = self.world.saved[name]
-        if saved.rows:
-            digests = [digest ^ saved.salt for digest in position_digests(saved.prefix, saved.start)]
+    def _added(self, header: SegmentHeader) -> None:
+        prefix, space = self.world.prefixes[header.address]
+        salt = int.from_bytes(space[:8], "little")
+        if header.kind is Kind.ROWS:
+            self.count(header.name, [digest ^ salt for digest in position_digests(prefix, header.start)])
         else:
-            digests = [~position_digests(saved.prefix, saved.end - 1)[0] ^ saved.salt]
+            self.count(header.name, [~position_digests(prefix, header.end - 1)[0] ^ salt])
+
+    def count(self, name: str, digests: list[int]) -> None:
+        """The tier now holds these positions."""
         self._removed(name)  # the tier had lost it
         self.held[name] = digests
         for digest in digests:

@@ -4,7 +4,6 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
 
@@ -19,7 +18,6 @@ from holdover.engine.sampler import SamplerState, choose
 from holdover.models.oracle import Oracle
 from holdover.state.address import as_tokens
 from holdover.state.pool import DevicePool
-from holdover.state.segment import Kind
 from holdover.state.tree import PrefixTree
 from holdover.store.memory import MemoryTier
 from holdover.store.objects import ObjectTier
@@ -36,25 +34,14 @@ TEMPERATURE = 400_000.0
 HUB = getcurrent()
 
 
-@dataclass(frozen=True, slots=True)
-class SavedPart:
-    """What a segment name stands for. salt: tells tenants apart in the tiers' books."""
-
-    prefix: np.ndarray
-    start: int
-    end: int
-    rows: bool
-    salt: int
-
-
 class World:
     """One run of one scenario. Raises AssertionError when a law is broken."""
 
     def __init__(self, scenario: Scenario, tell: Callable[[float, str, str], None] | None = None) -> None:
         self.scenario = scenario
         self.now = 0.0
-        self.saved: dict[str, SavedPart] = {}
-        self.seen: dict[str, list[np.ndarray]] = {}  # by salt: everything that any tenant's engine may know
+        self.prefixes: dict[bytes, tuple[np.ndarray, bytes]] = {}  # by address: the tokens, and whose they are
+        self.seen: dict[str, list[tuple[int, np.ndarray]]] = {}  # by salt: what any request may have computed
         self.acting = ""
         self.num_events = 0
         self._tell = tell
@@ -181,16 +168,9 @@ class RecordingStore(Store):
     world: World
 
     def save(self, job: SaveJob) -> None:
-        header = job.header
-        salt = int.from_bytes(header.space[:8], "little")
-        known = SavedPart(job.prefix.copy(), header.start, header.end, header.kind is Kind.ROWS, salt)
-        before = self.world.saved.get(header.name)
-        assert before is None or np.array_equal(before.prefix, known.prefix), "one address for two prefixes"
-        if before is not None and before.rows:
-            assert before.start == known.start or not any(
-                header.name in tier.held for tier in self.world.hosts[0].tiers if tier.alone
-            ), "law 2: a segment is saved again under the same name with other tokens"
-        self.world.saved[header.name] = known
+        header, prefixes = job.header, self.world.prefixes
+        prefix, space = prefixes.setdefault(header.address, (job.prefix.copy(), header.space))
+        assert np.array_equal(prefix, job.prefix) and space == header.space, "law 5: one address for two prefixes"
         super().save(job)
 
 
@@ -259,10 +239,9 @@ class Host:
                     f"object tier of {self.name}", world.faults_of(index), alone=True,
                 )  # fmt: skip
                 if old:
-                    names = set(tier.scan())
                     tier.bytes_put = old[0].bytes_put
-                    for name in names:
-                        tier._added(name)
+                    for name in tier.scan():
+                        tier.count(name, old[0].held[name])
                 tiers.append(tier)
             else:
                 if world.shared is None:
@@ -459,9 +438,8 @@ class Client:
             + (f", {turn.n} answers" if turn.n > 1 else "")
             + (f", tenant {self.session.salt}" if self.session.salt else ""),
         )
-        self.known = self._most_known()
         for answer in self.expected:
-            world.seen.setdefault(self.session.salt, []).append(as_tokens(self.prompt + answer))
+            world.seen.setdefault(self.session.salt, []).append((self.request, as_tokens(self.prompt + answer)))
         host.send(message, self)
         if turn.repeated:
             host.send(message)
@@ -471,9 +449,11 @@ class Client:
         world.at(PATIENCE, lambda: self._lose_patience(request, host))
 
     def _most_known(self) -> int:
-        """The longest prefix of the prompt that anybody of the same tenant has had computed."""
+        """The longest prefix of the prompt that other requests of the same tenant may have had computed."""
         prompt, most = as_tokens(self.prompt), 0
-        for other in self.world.seen.get(self.session.salt, []):
+        for request, other in self.world.seen[self.session.salt]:
+            if request == self.request:
+                continue
             length = min(len(prompt), len(other))
             unequal = np.flatnonzero(prompt[:length] != other[:length])
             most = max(most, int(unequal[0]) if len(unequal) else length)
@@ -511,8 +491,9 @@ class Client:
         assert usage is not None and usage.prompt_tokens == len(self.prompt)
         assert usage.completion_tokens == len(right), "law 8: completion tokens"
         if self.now.n == 1 and not self.now.repeated:
-            assert usage.cached_tokens <= self.known, (
-                f"law 5 and 8: {usage.cached_tokens} cached tokens, and only {self.known} were ever known to the tenant"
+            known = self._most_known()
+            assert usage.cached_tokens <= known, (
+                f"law 5 and 8: {usage.cached_tokens} cached tokens, and only {known} were ever known to the tenant"
             )
         assert sum(usage.reused.values()) == usage.cached_tokens, f"law 8: {usage.reused} are not {usage.cached_tokens}"
         assert usage.computed >= len(self.prompt) - usage.cached_tokens, "law 8: computed tokens"
