@@ -304,7 +304,8 @@ class Engine:
         )
         for job in self._plan_saves(self.tree, sequence.node, context):
             self.tree.lease(job.node)
-            job.node.snapshot_leases += job.header.kind is Kind.SNAPSHOT
+            if job.header.kind is Kind.SNAPSHOT:
+                self.tree.lease_snapshot(job.node)
             self._saves_under_way += 1
             self.store.save(job)
 
@@ -312,7 +313,8 @@ class Engine:
         job = done.job
         self._saves_under_way -= 1
         job.saved.pending -= 1
-        job.node.snapshot_leases -= job.header.kind is Kind.SNAPSHOT
+        if job.header.kind is Kind.SNAPSHOT:
+            self.tree.release_snapshot(job.node)
         self.tree.release(job.node)
         for tier, nbytes in done.kept.items():
             self.tree.kept(job.saved.name, tier)

@@ -57,14 +57,14 @@ class Holdings:
         reserve *= pool.slots_per_token
         node = tree.node_at(match)
         tree.lease(node)
-        node.snapshot_leases += 1
+        tree.lease_snapshot(node)
         if pool.num_free < need + reserve and pool.num_free + tree.evictable_slots() < need + reserve:
-            node.snapshot_leases -= 1
+            tree.release_snapshot(node)
             tree.release(node)
             return (Taken.NO_ROOM if self._growing or self._leased_elsewhere() else Taken.NEVER), None
         if not tree.make_room(need):
             raise AssertionError("slots that counted as evictable could not be evicted")
-        node.snapshot_leases -= 1
+        tree.release_snapshot(node)
         job = self._fill(sequence, node, position)
         return (Taken.READY if job is None else Taken.LOADING), job
 

@@ -9,22 +9,30 @@ from holdover.state.tree import PrefixTree
 def check_integrity(tree: PrefixTree, other_slots: Slots | None = None) -> None:
     """Raise AssertionError if any invariant is broken. `other_slots` are those that sequences own themselves."""
     held = [tree.pool.free_slots()] if other_slots is None else [tree.pool.free_slots(), other_slots]
+    listed, leaves, superseded, unleased_tokens, leased_snapshots = tree.books()
+    num_nodes = -tree.num_roots
     for node in tree.nodes():
+        num_nodes += 1
         for first, child in node.children.items():
             assert child.parent is node and child.start == node.end, "a child does not follow its parent"
             assert len(child.tokens) > 0 and int(child.tokens[0]) == first, "a child under the wrong token"
             assert child.leases <= node.leases, "a child leased more than its parent"
             assert child.last_used <= node.last_used, "a parent less recent than its child"
-        rows_listed, snapshot_listed = tree.listed(node)
-        assert rows_listed == (node.slots is not None), "rows not listed as they are"
-        assert snapshot_listed == (node.snapshot_slots is not None), "snapshot not listed"
+        assert node.packed == node.tokens.tobytes(), "tokens and their bytes differ"
+        assert (node in listed) == (node.snapshot_slots is not None), "snapshot not listed"
+        assert not node.evictable or node in leaves, "rows that could be evicted are not queued"
+        assert not node.superseded or node in superseded, "a snapshot that could be evicted is not queued"
+        generated = sum(child.generated for child in node.children.values())
+        assert node.generated_children == generated, "generated children miscounted"
         on_device = sum(child.slots is not None for child in node.children.values())
         assert node.device_children == on_device, "device children miscounted"
         if node.slots is not None:
+            unleased_tokens -= len(node.tokens) if node.leases == 0 else 0
             assert len(node.slots) == len(node.tokens), "rows and tokens differ in number"
             if tree.pool.slots_per_token:
                 held.append(node.slots)
         if node.snapshot_slots is not None:
+            leased_snapshots -= node.snapshot_leases > 0
             assert len(node.snapshot_slots) == tree.pool.slots_per_snapshot
             held.append(node.snapshot_slots)
         for saved in (node.rows, node.snapshot):
@@ -34,5 +42,8 @@ def check_integrity(tree: PrefixTree, other_slots: Slots | None = None) -> None:
             assert node.rows.start <= node.start and node.end <= node.rows.end, "rows outside their segment"
         if node.snapshot is not None:
             assert node.snapshot.end == node.end, "a snapshot of another position"
+    assert num_nodes == tree.num_nodes, "nodes miscounted"
+    assert unleased_tokens == 0, "tokens without a lease miscounted"
+    assert leased_snapshots == 0, "leased snapshots miscounted"
     slots = np.concatenate(held)
     assert len(np.unique(slots)) == len(slots) == tree.pool.num_slots, "a slot is lost or used twice"

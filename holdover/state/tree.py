@@ -41,14 +41,17 @@ class Saved:
 class Node:
     """Tokens `[start, end)` of one prefix.
 
-    leases: sequences and copies that may read the rows; snapshot_leases: copies that may read the kept snapshot.
-    loading: the load that will fill this node's rows, while it runs. boundary: a message boundary, kept when thinning.
+    packed: the tokens as bytes, for comparing. leases: sequences and copies that may read the rows; snapshot_leases:
+    copies that may read the kept snapshot. loading: the load that will fill this node's rows, while it runs (its
+    sequence leases the node). generated: a response that no prompt has contained so far. boundary: a message boundary,
+    kept when thinning. device_children, generated_children: how many of the children are on the device, generated.
     """
 
     parent: "Node | None"
-    tokens: Tokens
+    packed: bytes
     start: int
     space: bytes
+    tokens: Tokens = field(init=False)
     children: dict[int, "Node"] = field(default_factory=dict)
     slots: Slots | None = None
     rows: Saved | None = None
@@ -60,7 +63,21 @@ class Node:
     generated: bool = False
     boundary: bool = False
     device_children: int = 0
+    generated_children: int = 0
     last_used: int = 0
+
+    def __post_init__(self) -> None:
+        self.tokens = np.frombuffer(self.packed, dtype="<u4")
+
+    @property
+    def evictable(self) -> bool:
+        """Whether the rows can leave the device now: nobody reads them, and no child's rows depend on them."""
+        return self.leases == 0 and self.device_children == 0 and self.slots is not None
+
+    @property
+    def superseded(self) -> bool:
+        """Whether the snapshot is on the device and a newer one of the same chain makes it nearly useless."""
+        return self.snapshot_slots is not None and len(self.children) == 1 and not self.boundary
 
     @property
     def end(self) -> int:
@@ -101,8 +118,7 @@ def common_length(a: Tokens, b: Tokens) -> int:
     return first if unequal[first] else length
 
 
-def _last_used(node: Node) -> int:
-    return node.last_used
+Queue = list[tuple[int, int, Node]]  # a heap of (last_used when queued, serial, node)
 
 
 def path_to(node: Node) -> list[Node]:
@@ -122,16 +138,23 @@ class PrefixTree:
         self.pool = pool
         self._roots: dict[bytes, Node] = {}
         self._saved: dict[str, tuple[Saved, list[Node]]] = {}
-        self._on_device: dict[Node, None] = {}
         self._snapshots_on_device: dict[Node, None] = {}
+        # Queues for eviction, checked when taken from: an entry may have been used since, or be no candidate any more.
+        # A node is queued whenever it becomes a candidate.
+        self._leaves: Queue = []
+        self._superseded: Queue = []
+        self._unleased_tokens = 0
+        self._leased_snapshots = 0
+        self._serial = 0
         self._uses = 0
+        self.num_nodes = 0
         self.num_evicted_tokens = 0
 
     def root(self, space: bytes) -> Node:
         """The root of one model's and tenant's prefixes, named by the address of position 0."""
         root = self._roots.get(space)
         if root is None:
-            root = self._roots[space] = Node(None, np.empty(0, dtype="<u4"), 0, space)
+            root = self._roots[space] = Node(None, b"", 0, space)
         return root
 
     # Finding
@@ -141,20 +164,21 @@ class PrefixTree:
         node, position, whole = root, 0, True
         resume, resume_node = 0, root
         followed: bool | None = None
+        recurrent, packed = self.layout.recurrent, tokens.tobytes()
         while position < len(tokens):
-            child = node.children.get(int(tokens[position]))
+            child = node.children.get(tokens.item(position))
             if child is None:
-                if any(each.generated for each in node.children.values()):
+                if node.generated_children:
                     followed = bool(followed)
                 break
-            length = common_length(child.tokens, tokens[position : position + len(child.tokens)])
-            position += length
+            to_its_end = packed.startswith(child.packed, 4 * position)
+            position += len(child.tokens) if to_its_end else common_length(child.tokens, tokens[position:])
             followed = followed or child.generated or None
             whole = whole and child.rows_available
-            if whole and (not self.layout.recurrent or (length == len(child.tokens) and child.snapshot_available)):
+            if whole and (not recurrent or (to_its_end and child.snapshot_available)):
                 resume, resume_node = position, child
             node = child
-            if length < len(child.tokens):
+            if not to_its_end:
                 break
         if not self.layout.recurrent and resume == len(tokens) > 0:
             ends_here = resume_node.end == resume and resume_node.snapshot_available
@@ -171,9 +195,10 @@ class PrefixTree:
     def _split(self, node: Node, position: int) -> Node:
         """Cut `node` at `position`; returns the new upper half. Moves no bytes."""
         length = position - node.start
+        assert node.parent is not None
         upper = Node(
             parent=node.parent,
-            tokens=node.tokens[:length],
+            packed=node.packed[: 4 * length],
             start=node.start,
             space=node.space,
             children={int(node.tokens[length]): node},
@@ -183,26 +208,40 @@ class PrefixTree:
             loading=node.loading,
             generated=node.generated,
             device_children=0 if node.slots is None else 1,
+            generated_children=int(node.generated),
             last_used=node.last_used,
         )
-        assert node.parent is not None
+        self.num_nodes += 1
         node.parent.children[int(node.tokens[0])] = upper
-        node.parent, node.tokens, node.start = upper, node.tokens[length:], position
+        node.packed = node.packed[4 * length :]
+        node.parent, node.tokens, node.start = upper, np.frombuffer(node.packed, dtype="<u4"), position
         if node.rows is not None:
             self._saved[node.rows.name][1].append(upper)
         if node.slots is not None:
             node.slots = node.slots[length:]
-            self._on_device[upper] = None
         return upper
+
+    def _new_child(self, node: Node, tokens: Tokens, generated: bool = False) -> Node:
+        child = Node(node, tokens.tobytes(), node.end, node.space, generated=generated)
+        node.children[int(tokens[0])] = child
+        node.generated_children += generated
+        self.num_nodes += 1
+        if node.superseded:
+            self._queue(self._superseded, node)
+        return child
 
     # Leases and use
 
     def lease(self, node: Node) -> None:
         """Promise that the rows from position 0 to the node's end stay; marks them as just used."""
-        self._touch(node)
+        self._uses += 1
+        uses = self._uses
         each: Node | None = node
         while each is not None:
+            if each.leases == 0 and each.slots is not None:
+                self._unleased_tokens -= len(each.slots)
             each.leases += 1
+            each.last_used = uses
             each = each.parent
 
     def release(self, node: Node) -> None:
@@ -212,7 +251,31 @@ class PrefixTree:
             if each.leases <= 0:
                 raise AssertionError(f"lease released twice at position {each.end}")
             each.leases -= 1
+            if each.leases == 0 and each.slots is not None:
+                self._unleased_tokens += len(each.slots)
+                if each.device_children == 0:
+                    self._queue(self._leaves, each)
             each = each.parent
+
+    def lease_snapshot(self, node: Node) -> None:
+        """Promise that the snapshot at the node's end stays on the device, if it is there."""
+        node.snapshot_leases += 1
+        self._leased_snapshots += node.snapshot_leases == 1 and node.snapshot_slots is not None
+
+    def release_snapshot(self, node: Node) -> None:
+        """Take back one `lease_snapshot`."""
+        if node.snapshot_leases <= 0:
+            raise AssertionError(f"snapshot lease released twice at position {node.end}")
+        node.snapshot_leases -= 1
+        self._leased_snapshots -= node.snapshot_leases == 0 and node.snapshot_slots is not None
+
+    def _queue(self, queue: Queue, node: Node) -> None:
+        self._serial += 1
+        if len(queue) > 4 * self.num_nodes + 64:  # mostly entries of nodes that were used again
+            latest = {id(entry[2]): entry for entry in queue}
+            queue[:] = latest.values()
+            heapify(queue)
+        heappush(queue, (node.last_used, self._serial, node))
 
     def _touch(self, node: Node) -> None:
         """Mark the path as just used; a parent is never less recent than its children."""
@@ -244,8 +307,7 @@ class PrefixTree:
         while position < len(tokens):
             child = node.children.get(int(tokens[position]))
             if child is None:
-                child = Node(node, tokens[position:].copy(), node.end, node.space, generated=generated)
-                node.children[int(tokens[position])] = child
+                child = self._new_child(node, tokens[position:], generated)
                 self._hold_rows(child, slots[position:])
                 kept.append(slots[position:])
                 return child, np.concatenate(kept)
@@ -258,16 +320,21 @@ class PrefixTree:
                 self.pool.free_rows(slots[position : position + length])
             assert child.slots is not None
             kept.append(child.slots)
-            child.generated = child.generated and generated
+            if child.generated and not generated:
+                child.generated = False
+                node.generated_children -= 1
             node, position = child, position + length
         return node, (np.concatenate(kept) if kept else np.empty(0, dtype=np.int64))
 
     def _hold_rows(self, node: Node, slots: Slots) -> None:
         node.slots = slots
-        self._on_device[node] = None
         if node.parent is not None:
             node.parent.device_children += 1
         self._touch(node)
+        if node.leases == 0:
+            self._unleased_tokens += len(slots)
+            if node.device_children == 0:
+                self._queue(self._leaves, node)
 
     def fill_loaded(self, node: Node, first: int, slots: Slots) -> None:
         """Rows `[first, node.end)` have been loaded into `slots`; the node may have been split meanwhile."""
@@ -298,6 +365,9 @@ class PrefixTree:
             return
         node.snapshot_slots = slots
         self._snapshots_on_device[node] = None
+        self._leased_snapshots += node.snapshot_leases > 0
+        if node.superseded:
+            self._queue(self._superseded, node)
 
     def thin(self, node: Node) -> list[Saved]:
         """Drop snapshots of the chain that ends at `node` which its newer ones make useless.
@@ -373,8 +443,7 @@ class PrefixTree:
         while position < len(tokens):
             child = node.children.get(int(tokens[position]))
             if child is None:
-                child = Node(node, tokens[position:].copy(), node.end, node.space)
-                node.children[int(tokens[position])] = child
+                child = self._new_child(node, tokens[position:])
             length = common_length(child.tokens, tokens[position : position + len(child.tokens)])
             if length < len(child.tokens):
                 child = self._split(child, child.start + length)
@@ -396,60 +465,60 @@ class PrefixTree:
         """Evict until `count` slots are free. False if leases forbid it (then as much as can be is evicted).
 
         First go snapshots that a newer one of the same chain makes nearly useless, then the least recently used
-        rows, leaf first, with their snapshots.
+        rows, leaf first, with their snapshots; at last the snapshots of rows that are leased.
         """
-        if self.pool.num_free >= count:
-            return True
-        for node in sorted(self._snapshots_on_device, key=_last_used):
-            if len(node.children) == 1 and not node.boundary and node.snapshot_leases == 0:
+        free = self.pool
+        leased: Queue = []
+        while free.num_free < count and self._superseded:
+            used, _, node = heappop(self._superseded)
+            if not node.superseded:
+                continue
+            if node.snapshot_leases:
+                leased.append((used, self._serial, node))
+            elif used < node.last_used:
+                self._queue(self._superseded, node)
+            else:
                 self._drop_device_snapshot(node)
-                if self.pool.num_free >= count:
-                    return True
-        leaves = [(node.last_used, i, node) for i, node in enumerate(self._on_device) if self._evictable(node)]
-        heapify(leaves)
-        serial = len(self._on_device)
-        while leaves:
-            node = heappop(leaves)[2]
-            parent = node.parent
-            self._evict_rows(node)
-            if self.pool.num_free >= count:
-                return True
-            if parent is not None and parent.slots is not None and self._evictable(parent):
-                serial += 1
-                heappush(leaves, (parent.last_used, serial, parent))
-        return False
-
-    @staticmethod
-    def _evictable(node: Node) -> bool:
-        return node.leases == 0 and node.device_children == 0 and node.loading is None
+        for _, _, node in leased:
+            self._queue(self._superseded, node)
+        while free.num_free < count and self._leaves:
+            used, _, node = heappop(self._leaves)
+            if not node.evictable:
+                continue
+            if used < node.last_used:
+                self._queue(self._leaves, node)
+            else:
+                self._evict_rows(node)
+        if free.num_free < count:
+            for node in sorted(self._snapshots_on_device, key=lambda node: node.last_used):
+                if node.snapshot_leases == 0:
+                    self._drop_device_snapshot(node)
+                    if free.num_free >= count:
+                        break
+        return free.num_free >= count
 
     def evictable_slots(self) -> int:
         """Slots that `make_room` could free."""
-        rows = sum([node.tokens.size for node in self._on_device if node.leases == 0 and node.loading is None])
-        rows *= self.pool.slots_per_token
-        kept = sum(
-            len(node.snapshot_slots)
-            for node in self._snapshots_on_device
-            if node.snapshot_slots is not None
-            and node.snapshot_leases == 0
-            and (node.leases == 0 or (len(node.children) == 1 and not node.boundary))
-        )
-        return rows + kept
+        snapshots = len(self._snapshots_on_device) - self._leased_snapshots
+        return self._unleased_tokens * self.pool.slots_per_token + snapshots * self.pool.slots_per_snapshot
 
     def _drop_device_snapshot(self, node: Node) -> None:
         if node.snapshot_slots is not None:
             self.pool.free(node.snapshot_slots)
             node.snapshot_slots = None
             del self._snapshots_on_device[node]
+            self._leased_snapshots -= node.snapshot_leases > 0
 
     def _evict_rows(self, node: Node) -> None:
         assert node.slots is not None
         self.pool.free_rows(node.slots)
         node.slots = None
         self.num_evicted_tokens += len(node.tokens)
-        del self._on_device[node]
+        self._unleased_tokens -= len(node.tokens)
         if node.parent is not None:
             node.parent.device_children -= 1
+            if node.parent.evictable:
+                self._queue(self._leaves, node.parent)
         if node.snapshot_leases == 0:
             self._drop_device_snapshot(node)
         self._prune(node)
@@ -469,9 +538,17 @@ class PrefixTree:
             parent = node.parent
             if parent.children.get(int(node.tokens[0])) is node:
                 del parent.children[int(node.tokens[0])]
+                parent.generated_children -= node.generated
+                self.num_nodes -= 1
+                if parent.superseded:
+                    self._queue(self._superseded, parent)
             node = parent
 
     # Checking
+
+    @property
+    def num_roots(self) -> int:
+        return len(self._roots)
 
     def nodes(self) -> Iterator[Node]:
         stack = list(self._roots.values())
@@ -480,9 +557,11 @@ class PrefixTree:
             yield node
             stack.extend(node.children.values())
 
-    def listed(self, node: Node) -> tuple[bool, bool]:
-        """Whether the node is listed as having rows, and a snapshot, on the device."""
-        return node in self._on_device, node in self._snapshots_on_device
+    def books(self) -> tuple[set[Node], set[Node], set[Node], int, int]:
+        """What the tree has counted and queued, for integrity checks: (nodes listed with a snapshot on the device,
+        nodes queued as leaves, nodes queued as superseded, tokens on the device without a lease, leased snapshots)."""
+        leaves, superseded = ({node for _, _, node in queue} for queue in (self._leaves, self._superseded))
+        return set(self._snapshots_on_device), leaves, superseded, self._unleased_tokens, self._leased_snapshots
 
     def holders(self, saved: Saved) -> list[Node]:
         """Nodes whose state a saved segment holds."""
