@@ -17,7 +17,8 @@ HEAD_BYTES = 4096
 
 @dataclass(slots=True)
 class Recovery:
-    """How many segments were found, and how many are of another model or can't be used."""
+    """How many segments were found, are of another model, or could not be used and were removed: they are no segments,
+    or a part of their prefix is gone."""
 
     rows: int = 0
     snapshots: int = 0
@@ -45,13 +46,14 @@ def recover(tree: PrefixTree, tier: ObjectTier, fingerprint: str) -> Recovery:
         else:
             snapshots.append(header)
     ends: dict[bytes, Node] = {}
+    unusable: list[SegmentHeader] = []
     todo = [parent for parent in rows if any(header.space == parent for header, _ in rows[parent])]
     while todo:
         parent_address = todo.pop()
         for header, tokens in rows.pop(parent_address, []):
             before = tree.root(header.space) if parent_address == header.space else ends.get(parent_address)
             if before is None or before.end < header.start:
-                result.unusable += 1
+                unusable.append(header)
                 continue
             parent = tree.split_at(before, header.start)
             saved = Saved(Kind.ROWS, header.address, header.start, header.end)
@@ -61,13 +63,17 @@ def recover(tree: PrefixTree, tier: ObjectTier, fingerprint: str) -> Recovery:
     for header in snapshots:
         last = ends.get(header.parent)
         if last is None or not any(each.start < header.end <= each.end for each in path_to(last)):
-            result.unusable += 1
+            unusable.append(header)
             continue
         node = tree.split_at(last, header.end)
         saved = Saved(Kind.SNAPSHOT, header.address, header.end, header.end)
         tree.register(saved, [node])
         tree.kept(saved.name, tier.name)
         result.snapshots += 1
+    unusable += [header for left in rows.values() for header, _ in left]
+    for header in unusable:
+        tier.delete(header.name)
+        result.unusable += 1
     return result
 
 

@@ -7,11 +7,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
+import obstore
 import torch
 
 from holdover.errors import TierError
 from holdover.store.audit import position_digests
 from holdover.state.segment import Kind, SegmentHeader, parse_header
+from holdover.store.memory import MemoryTier
+from holdover.store.objects import ObjectTier
 from holdover.store.tier import PutResult, PutStatus, Tier
 from tests.simulation.scenario import Fault
 
@@ -70,7 +73,7 @@ class SimulatedTier:
             self._pass_time("put")
             buffer = make()
             header.append(parse_header(buffer.numpy().data)[0])
-            assert len(buffer) == nbytes, "a segment is not as long as was announced"
+            self.world.require(len(buffer) == nbytes, "a segment is not as long as was announced")
             self._check_budget()
             self._pass_time("put")
             return buffer
@@ -80,7 +83,7 @@ class SimulatedTier:
             self._removed(other)
         if result.status is PutStatus.KEPT:
             self.bytes_put[self.world.acting] += nbytes
-            assert header[0].name == name, "a segment under the name of another"
+            self.world.require(header[0].name == name, "a segment under the name of another")
             self._added(header[0])
         evicted = ", ".join(short(other) for other in result.evicted)
         self.world.tell(
@@ -155,14 +158,14 @@ class SimulatedTier:
 
     def vanish(self) -> None:
         """All that the tier keeps is gone, behind its back."""
-        store = getattr(self.inner, "_store", None)
         for name in list(self.inner.scan()):
-            if store is not None:
-                self.inner._remove(name)  # type: ignore[attr-defined]
+            if isinstance(self.inner, ObjectTier):
+                self.inner._remove(name)
+                self._removed(name)
             else:
                 self.inner.delete(name)
-            if store is not None or not self.inner.has(name):
-                self._removed(name)
+                if not self.inner.has(name):
+                    self._removed(name)
 
     # Books
 
@@ -182,7 +185,7 @@ class SimulatedTier:
             self.copies[digest] += 1
         if self.alone:
             twice = sum(self.copies[digest] > 1 for digest in digests)
-            assert not twice, f"law 2: {twice} positions of {short(name)} lie twice in the {self.shown}"
+            self.world.require(not twice, f"law 2: {twice} positions of {short(name)} lie twice in the {self.shown}")
 
     def _removed(self, name: str) -> None:
         for digest in self.held.pop(name, ()):
@@ -190,23 +193,19 @@ class SimulatedTier:
 
     def _check_budget(self) -> None:
         used = self.inner.used_bytes()
-        assert used <= self.budget_bytes, f"law 6: {self.shown} counts {used} of {self.budget_bytes} bytes"
-        assert self.real_bytes() <= used, f"law 6: {self.shown} holds more bytes than it counts"
-
-    def real_bytes(self) -> int:
-        """Bytes that lie in the tier, whatever its books say."""
-        buffers = getattr(self.inner, "_buffers", None)
-        if buffers is not None:
-            return sum(len(buffer) for buffer in buffers.values())
-        store = self.inner._store  # type: ignore[attr-defined]
-        import obstore
-
-        return sum(item["size"] for page in obstore.list(store, prefix="segments") for item in page)
+        self.world.require(used <= self.budget_bytes, f"law 6: {self.shown} counts {used} of {self.budget_bytes} bytes")
+        if isinstance(self.inner, MemoryTier):
+            held = sum(len(buffer) for buffer in self.inner._buffers.values())
+            self.world.require(held <= used, f"law 6: {self.shown} holds {held} bytes and counts {used}")
 
     def check_at_rest(self) -> None:
         """Nothing is being read or written any more."""
         entries = self.inner._ledger._entries  # type: ignore[attr-defined]
         assert all(entry.complete and not entry.leases for entry in entries.values()), f"{self.shown}: a lease is left"
+        if isinstance(self.inner, ObjectTier):
+            pages = obstore.list(self.inner._store, prefix="segments")
+            held = sum(item["size"] for page in pages for item in page)
+            assert held <= self.inner.used_bytes(), f"law 6: {self.shown} holds {held} bytes, more than it counts"
 
 
 def short(name: str) -> str:

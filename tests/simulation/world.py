@@ -43,6 +43,7 @@ class World:
         self.prefixes: dict[bytes, tuple[np.ndarray, bytes]] = {}  # by address: the tokens, and whose they are
         self.seen: dict[str, list[tuple[int, np.ndarray]]] = {}  # by salt: what any request may have computed
         self.acting = ""
+        self.broken: list[str] = []
         self.num_events = 0
         self._tell = tell
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -57,6 +58,12 @@ class World:
     def tell(self, who: str, what: str) -> None:
         if self._tell is not None:
             self._tell(self.now, who, what)
+
+    def require(self, holds: bool, message: str) -> None:
+        """For checks inside jobs, whose errors the store survives."""
+        if not holds:
+            self.broken.append(message)
+            raise AssertionError(message)
 
     def rng(self, who: str) -> random.Random:
         """A source of chance of its own for each actor, so that leaving one out leaves the others as they are."""
@@ -97,6 +104,7 @@ class World:
             if self.now > LAST_MOMENT or self.num_events > MOST_EVENTS:
                 raise AssertionError(f"law 7: still not done at {self.now:,.0f} s: {self._unfinished()}")
             action()
+            assert not self.broken, self.broken[0]
         assert not self._unfinished(), f"law 7: unfinished at the end: {self._unfinished()}"
         for host in self.hosts:
             host.check_at_rest()
