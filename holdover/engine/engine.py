@@ -193,6 +193,7 @@ class Engine:
             loaded = 0
             if sequence.status is Status.LOADING and sequence.node is not None:
                 loaded = sum(len(each.tokens) for each in path_to(sequence.node) if each.loading is not None)
+                sequence.first_load = True
             on_device = sequence.usage.cached_tokens - loaded
             if on_device:
                 sequence.usage.reused["device"] = on_device
@@ -350,15 +351,20 @@ class Engine:
             self.holdings.loaded(sequence, done.job)
             for tier, tokens in done.tokens_by_tier.items():
                 self.counters.tiers[tier].tokens_loaded += tokens
+                if not sequence.first_load:  # it was preempted and comes back: the request reused nothing more
+                    continue
                 sequence.usage.reused[tier] = sequence.usage.reused.get(tier, 0) + tokens
             for tier, nbytes in done.bytes_by_tier.items():
                 self.counters.tiers[tier].bytes_loaded += nbytes
+            sequence.first_load = False
             sequence.status = Status.RUNNING
             self.scheduler.running.append(sequence)
         else:
             self.counters.loads_failed += 1
             self.holdings.load_failed(sequence, done.job)
-            sequence.usage.cached_tokens, sequence.usage.reused, sequence.started = 0, {}, False
+            if sequence.first_load:
+                sequence.usage.cached_tokens, sequence.usage.reused, sequence.started = 0, {}, False
+                sequence.first_load = False
             sequence.status = Status.WAITING
             self.scheduler.waiting.appendleft(sequence)
         for name, tier in done.kept:

@@ -36,7 +36,7 @@ def recover(tree: PrefixTree, tier: ObjectTier, fingerprint: str) -> Recovery:
             header, tokens = _read(tier, name)
         except (DamagedSegment, TierError) as error:
             log.warning("left out %s of the %s tier: %s", name, tier.name, error)
-            tier.delete(name)
+            _remove(tier, name)
             result.unusable += 1
             continue
         if header.fingerprint != fingerprint:
@@ -72,9 +72,16 @@ def recover(tree: PrefixTree, tier: ObjectTier, fingerprint: str) -> Recovery:
         result.snapshots += 1
     unusable += [header for left in rows.values() for header, _ in left]
     for header in unusable:
-        tier.delete(header.name)
+        _remove(tier, header.name)
         result.unusable += 1
     return result
+
+
+def _remove(tier: ObjectTier, name: str) -> None:
+    try:
+        tier.delete(name)
+    except TierError as error:
+        log.warning("%s could not be removed: %s", name, error)
 
 
 def _read(tier: ObjectTier, name: str) -> tuple[SegmentHeader, Tokens]:

@@ -107,14 +107,15 @@ def make_scenario(seed: int) -> Scenario:
     tenants = rng.choices([[""], ["", "b"]], [3, 1])[0]
     sampled, several = rng.random() < 0.2, rng.random() < 0.2
     cancels, loses = rng.random() < 0.3, rng.random() < 0.2
-    burst = rng.random() < 0.4
+    talkative = rng.random() < 0.15  # answers longer than what is set aside for growing: sequences are preempted
+    burst = talkative or rng.random() < 0.4
     sessions: list[Session] = []
     for index in range(rng.randint(1, 6)):
         turns = [
             Turn(
                 kind=rng.choices(["continue", "retry", "edit", "compact"], [7, 1, 1.5, 0.5])[0],
                 new=message(),
-                max_tokens=rng.choice([1, 2, 3, 6, 10]),
+                max_tokens=rng.choice([50, 90] if talkative else [1, 2, 3, 6, 10]),
                 at=rng.random(),
                 returned=rng.random() < 0.8,
                 cancel_after=rng.random() * 0.2 if cancels and rng.random() < 0.3 else None,
@@ -148,7 +149,7 @@ def make_scenario(seed: int) -> Scenario:
         sessions=sessions,
         faults=[],
         engines=engines,
-        max_running=rng.choice([1, 2, 3, 6]),
+        max_running=rng.choice([3, 6] if talkative else [1, 2, 3, 6]),
         max_batch_tokens=rng.choice([7, 16, 32, 64, 200]),
         snapshot_spacing=rng.choice([16, 40, 1000]),
         slow_messages=rng.choice([0.001, 0.01, 0.5]),

@@ -234,9 +234,11 @@ class Host:
     def _make_tiers(self) -> list[SimulatedTier]:
         world, scenario = self.world, self.world.scenario
         tiers = []
+        # Engines that share a tier may cut the same prefix unlike: then a position can lie there more than once.
+        alone = scenario.engines == 1 or not scenario.shared_objects
         if scenario.memory_bytes is not None:
             memory = MemoryTier(scenario.memory_bytes)
-            tiers.append(SimulatedTier(world, memory, f"memory tier of {self.name}", world.faults_of(0), alone=True))
+            tiers.append(SimulatedTier(world, memory, f"memory tier of {self.name}", world.faults_of(0), alone))
         if scenario.object_bytes is not None:
             index = len(tiers)
             if not scenario.shared_objects:
@@ -244,7 +246,7 @@ class Host:
                 place = old[0].inner._store if old else obstore.store.MemoryStore()  # type: ignore[attr-defined]
                 tier = SimulatedTier(
                     world, ObjectTier(place, "objects", scenario.object_bytes, "objects"),
-                    f"object tier of {self.name}", world.faults_of(index), alone=True,
+                    f"object tier of {self.name}", world.faults_of(index), alone,
                 )  # fmt: skip
                 if old:
                     tier.bytes_put = old[0].bytes_put
@@ -254,7 +256,6 @@ class Host:
             else:
                 if world.shared is None:
                     inner = ObjectTier(world.objects, "objects", scenario.object_bytes, "objects")
-                    alone = scenario.engines == 1
                     world.shared = SimulatedTier(world, inner, "object tier", world.faults_of(index), alone)
                 tiers.append(world.shared)
         return tiers
