@@ -10,7 +10,11 @@ class ModelError(HoldoverError):
 
 
 class TierError(HoldoverError):
-    """A tier that cannot be opened, read or written."""
+    """A tier that cannot be opened, read or written. `evicted` names what had gone for a write that then failed."""
+
+    def __init__(self, message: str, evicted: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.evicted = evicted
 
 
 class TraceError(HoldoverError):

@@ -5,11 +5,16 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class TierCounters:
-    """Of one tier, since the start. bytes_new_state: state that the tier did not keep before, without headers."""
+    """Of one tier, since the start. saved: from the device; promoted: copied from a farther tier on loading.
+
+    bytes_new_state: saved state that the tier did not keep before, without headers.
+    """
 
     segments_saved: int = 0
     bytes_saved: int = 0
     bytes_new_state: int = 0
+    segments_promoted: int = 0
+    bytes_promoted: int = 0
     bytes_loaded: int = 0
     tokens_loaded: int = 0
     segments_evicted: int = 0

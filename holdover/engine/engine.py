@@ -236,6 +236,8 @@ class Engine:
             assert sequence.node is not None
             for saved in self.tree.thin(sequence.node):
                 self.store.delete(saved)
+                for audit in self.audits.values():
+                    audit.removed(saved.name)
         else:
             self.counters.snapshots_skipped += 1
 
@@ -328,7 +330,7 @@ class Engine:
             if tier in self.audits:
                 is_rows = job.header.kind is Kind.ROWS
                 each = self.tree.layout.bytes_per_token if is_rows else self.tree.layout.bytes_per_snapshot
-                new_bytes = self.audits[tier].added(job) * each
+                new_bytes = self.audits[tier].added(job.saved, job.prefix) * each
             counters.bytes_new_state += new_bytes
         for name, tier in done.evicted:
             self.counters.tiers[tier].segments_evicted += 1
@@ -367,8 +369,16 @@ class Engine:
                 sequence.first_load = False
             sequence.status = Status.WAITING
             self.scheduler.waiting.appendleft(sequence)
-        for name, tier in done.kept:
-            self.tree.kept(name, tier)
+        for saved, tier, nbytes in done.promoted:
+            self.tree.kept(saved.name, tier)
+            if nbytes:
+                self.counters.tiers[tier].segments_promoted += 1
+                self.counters.tiers[tier].bytes_promoted += nbytes
+                if tier in self.audits:
+                    self.audits[tier].added(saved, sequence.tokens)
+        for name, tier in done.evicted:
+            self.counters.tiers[tier].segments_evicted += 1
+            self._forget(name, tier)
         for name, tier in done.lost:
             self._forget(name, tier)
         if sequence.cancelled:

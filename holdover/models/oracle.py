@@ -14,7 +14,8 @@ pseudorandom number generators", OOPSLA 2014) and `K[n] = mix(seed + n * GOLDEN)
     b[j]  = mix(sum of mix(a[i] + i * K9) for i <= j)                          token state, 64 bits as two of 32
     d[j]  = mix(o[j] + sum of mix(b[i] + i * K10) for i <= j)                  the hidden vector: its eight bytes
 
-with `L[lane] = mix((lane + 1) * K5)`. Kinds without token state leave the sums out. The score of token `v` is `mix(d[j] + v * GOLDEN) >> 43`.
+with `L[lane] = mix((lane + 1) * K5)`. Kinds without token state leave the sums out. The score of token `v` is
+`mix(d[j] + v * GOLDEN) >> 43`.
 """
 
 from dataclasses import dataclass

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from holdover.state.address import Tokens
 from holdover.state.segment import Kind
-from holdover.store.queues import SaveJob
+from holdover.state.tree import Saved
 
 MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
@@ -37,13 +37,15 @@ class TierAudit:
     held: dict[str, list[int]] = field(default_factory=dict)
     max_copies: int = 0
 
-    def added(self, job: SaveJob) -> int:
-        """A segment was put into the tier; returns how many positions of it the tier did not hold before."""
-        header = job.header
-        if header.kind is Kind.SNAPSHOT:
-            last = position_digests(job.prefix, header.end - 1)
-            return self._count(header.name, [~last[-1]], count_copies=False)
-        return self._count(header.name, position_digests(job.prefix, header.start), count_copies=True)
+    def added(self, saved: Saved, tokens: Tokens) -> int:
+        """A segment was put into the tier; returns how many positions of it the tier did not hold before.
+
+        tokens: from position 0, at least as far as the segment's end.
+        """
+        prefix = tokens[: saved.end]
+        if saved.kind is Kind.SNAPSHOT:
+            return self._count(saved.name, [~position_digests(prefix, saved.end - 1)[-1]], count_copies=False)
+        return self._count(saved.name, position_digests(prefix, saved.start), count_copies=True)
 
     def _count(self, name: str, digests: list[int], count_copies: bool) -> int:
         new = 0

@@ -1,4 +1,4 @@
-"""Tiers on object stores, the local disk first: one object per segment, written whole or not at all, through obstore."""
+"""Tiers on object stores, the local disk first: one object per segment, written whole or not at all."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -90,7 +90,8 @@ class ObjectTier:
             pass
         except (OSError, BaseError) as error:
             self._ledger.remove(name)
-            raise TierError(f"writing to the {self.name} tier {self.place} failed: {_reason(error)}") from error
+            message = f"writing to the {self.name} tier {self.place} failed: {_reason(error)}"
+            raise TierError(message, evicted=result.evicted) from error
         except BaseException:
             self._ledger.remove(name)
             raise

@@ -70,12 +70,14 @@ class LoadJob:
 
 @dataclass(eq=False, slots=True)
 class LoadDone:
-    """A load is over. ok: all of it is in place. lost: (segment, tier) that proved missing or damaged."""
+    """A load is over. ok: all of it is in place. lost: (segment, tier) that proved missing or damaged. promoted:
+    segments that a nearer tier keeps now too, with its name and the bytes put; evicted: (name, tier) that had to go."""
 
     job: LoadJob
     ok: bool = True
     lost: list[tuple[str, str]] = field(default_factory=list)
-    kept: list[tuple[str, str]] = field(default_factory=list)
+    promoted: list[tuple[Saved, str, int]] = field(default_factory=list)
+    evicted: list[tuple[str, str]] = field(default_factory=list)
     tokens_by_tier: dict[str, int] = field(default_factory=dict)
     bytes_by_tier: dict[str, int] = field(default_factory=dict)
 
@@ -219,6 +221,7 @@ class Store:
             try:
                 put = tier.put(header.name, nbytes, make)
             except TierError as error:
+                result.evicted += [(name, tier.name) for name in error.evicted]
                 self._fault(tier, error)
                 continue
             except Exception:
@@ -298,7 +301,7 @@ class Store:
                         by_tier = result.tokens_by_tier
                         by_tier[tier.name] = by_tier.get(tier.name, 0) + tokens
                         result.bytes_by_tier[tier.name] = result.bytes_by_tier.get(tier.name, 0) + len(buffer)
-                        self._promote(saved.name, buffer, tiers[:i], result)
+                        self._promote(saved, buffer, tiers[:i], result)
                         return True
             except DamagedSegment as error:
                 damage = str(error)
@@ -313,13 +316,15 @@ class Store:
                 self._remove(tier, saved.name)
         return False
 
-    def _promote(self, name: str, buffer: torch.Tensor, nearer: list[Tier], result: LoadDone) -> None:
+    def _promote(self, saved: Saved, buffer: torch.Tensor, nearer: list[Tier], result: LoadDone) -> None:
         for tier in nearer:
             try:
-                put = tier.put(name, len(buffer), buffer.clone)
+                put = tier.put(saved.name, len(buffer), buffer.clone)
             except TierError as error:
+                result.evicted += [(other, tier.name) for other in error.evicted]
                 self._fault(tier, error)
                 continue
-            result.lost += [(other, tier.name) for other in put.evicted]
+            result.evicted += [(other, tier.name) for other in put.evicted]
             if put.status is not PutStatus.REFUSED:
-                result.kept.append((name, tier.name))
+                nbytes = len(buffer) if put.status is PutStatus.KEPT else 0
+                result.promoted.append((saved, tier.name, nbytes))

@@ -11,8 +11,8 @@ import obstore
 import torch
 
 from holdover.errors import TierError
-from holdover.store.audit import position_digests
 from holdover.state.segment import Kind, SegmentHeader, parse_header
+from holdover.store.audit import position_digests
 from holdover.store.memory import MemoryTier
 from holdover.store.objects import ObjectTier
 from holdover.store.tier import PutResult, PutStatus, Tier
@@ -78,7 +78,12 @@ class SimulatedTier:
             self._pass_time("put")
             return buffer
 
-        result = self.inner.put(name, nbytes, slowly)
+        try:
+            result = self.inner.put(name, nbytes, slowly)
+        except BaseException:
+            for other in [other for other in self.held if not self.inner.has(other)]:
+                self._removed(other)
+            raise
         for other in result.evicted:
             self._removed(other)
         if result.status is PutStatus.KEPT:

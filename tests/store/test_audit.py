@@ -1,19 +1,13 @@
 """The books of a tier count positions, not segments."""
 
-import numpy as np
-
-from holdover.state.address import as_tokens
-from holdover.state.segment import Kind, SegmentHeader
-from holdover.state.tree import Node, Saved
+from holdover.state.address import Tokens, as_tokens
+from holdover.state.segment import Kind
+from holdover.state.tree import Saved
 from holdover.store.audit import TierAudit, position_digests
-from holdover.store.queues import SaveJob
 
 
-def job(name: int, tokens: list[int], start: int, kind: Kind = Kind.ROWS) -> SaveJob:
-    address, end = bytes([name]) * 32, len(tokens)
-    header = SegmentHeader(kind, "model", bytes(32), address, bytes(32), start if kind is Kind.ROWS else end, end)
-    node = Node(None, as_tokens([]), 0, bytes(32))
-    return SaveJob(Saved(kind, address, start, end), header, as_tokens(tokens), np.empty(0, dtype=np.int64), node)
+def segment(name: int, tokens: list[int], start: int, kind: Kind = Kind.ROWS) -> tuple[Saved, Tokens]:
+    return Saved(kind, bytes([name]) * 32, start, len(tokens)), as_tokens(tokens)
 
 
 def test_positions_are_told_apart_by_their_whole_prefix() -> None:
@@ -27,14 +21,14 @@ def test_positions_are_told_apart_by_their_whole_prefix() -> None:
 
 def test_copies_and_new_positions_are_counted() -> None:
     audit = TierAudit()
-    assert audit.added(job(1, [1, 2, 3], 0)) == 3
-    assert audit.added(job(2, [1, 2, 3, 4], 3)) == 1
+    assert audit.added(*segment(1, [1, 2, 3], 0)) == 3
+    assert audit.added(*segment(2, [1, 2, 3, 4], 3)) == 1
     assert audit.max_copies == 1
-    assert audit.added(job(3, [1, 2, 3, 4], 0)) == 0, "a second copy of everything"
+    assert audit.added(*segment(3, [1, 2, 3, 4], 0)) == 0, "a second copy of everything"
     assert audit.max_copies == 2
     audit.removed(f"{'03' * 32}.rows")
     audit.removed(f"{'01' * 32}.rows")
-    assert audit.added(job(4, [1, 2, 3], 0)) == 3, "gone, so new again"
-    assert audit.added(job(5, [1, 2, 3], 0, Kind.SNAPSHOT)) == 1
-    assert audit.added(job(6, [1, 2, 3], 0, Kind.SNAPSHOT)) == 0
+    assert audit.added(*segment(4, [1, 2, 3], 0)) == 3, "gone, so new again"
+    assert audit.added(*segment(5, [1, 2, 3], 0, Kind.SNAPSHOT)) == 1
+    assert audit.added(*segment(6, [1, 2, 3], 0, Kind.SNAPSHOT)) == 0
     assert audit.max_copies == 2, "snapshots are not token state"
