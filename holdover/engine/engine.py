@@ -330,7 +330,7 @@ class Engine:
             if tier in self.audits:
                 is_rows = job.header.kind is Kind.ROWS
                 each = self.tree.layout.bytes_per_token if is_rows else self.tree.layout.bytes_per_snapshot
-                new_bytes = self.audits[tier].added(job.saved, job.prefix) * each
+                new_bytes = self.audits[tier].added(job.saved, job.prefix, job.header.space) * each
             counters.bytes_new_state += new_bytes
         for name, tier in done.evicted:
             self.counters.tiers[tier].segments_evicted += 1
@@ -375,7 +375,7 @@ class Engine:
                 self.counters.tiers[tier].segments_promoted += 1
                 self.counters.tiers[tier].bytes_promoted += nbytes
                 if tier in self.audits:
-                    self.audits[tier].added(saved, sequence.tokens)
+                    self.audits[tier].added(saved, sequence.tokens, sequence.space)
         for name, tier in done.evicted:
             self.counters.tiers[tier].segments_evicted += 1
             self._forget(name, tier)

@@ -37,15 +37,17 @@ class TierAudit:
     held: dict[str, list[int]] = field(default_factory=dict)
     max_copies: int = 0
 
-    def added(self, saved: Saved, tokens: Tokens) -> int:
+    def added(self, saved: Saved, tokens: Tokens, space: bytes) -> int:
         """A segment was put into the tier; returns how many positions of it the tier did not hold before.
 
-        tokens: from position 0, at least as far as the segment's end.
+        tokens: from position 0, at least as far as the segment's end. space: whose they are; the same tokens of two
+        tenants are two prefixes.
         """
-        prefix = tokens[: saved.end]
+        prefix, salt = tokens[: saved.end], int.from_bytes(space[:8], "little")
         if saved.kind is Kind.SNAPSHOT:
-            return self._count(saved.name, [~position_digests(prefix, saved.end - 1)[-1]], count_copies=False)
-        return self._count(saved.name, position_digests(prefix, saved.start), count_copies=True)
+            return self._count(saved.name, [~position_digests(prefix, saved.end - 1)[-1] ^ salt], count_copies=False)
+        digests = [digest ^ salt for digest in position_digests(prefix, saved.start)]
+        return self._count(saved.name, digests, count_copies=True)
 
     def _count(self, name: str, digests: list[int], count_copies: bool) -> int:
         new = 0

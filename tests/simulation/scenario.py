@@ -126,7 +126,7 @@ def make_scenario(seed: int) -> Scenario:
                 repeated=loses and rng.random() < 0.2,
                 move=engines > 1 and rng.random() < 0.3,
             )
-            for _ in range(rng.randint(1, 4))
+            for _ in range(1 if talkative else rng.randint(1, 4))
         ]
         twin = sessions[-1] if sessions and rng.random() < 0.25 else None
         sessions.append(

@@ -6,8 +6,8 @@ from holdover.state.tree import Saved
 from holdover.store.audit import TierAudit, position_digests
 
 
-def segment(name: int, tokens: list[int], start: int, kind: Kind = Kind.ROWS) -> tuple[Saved, Tokens]:
-    return Saved(kind, bytes([name]) * 32, start, len(tokens)), as_tokens(tokens)
+def segment(name: int, tokens: list[int], start: int, kind: Kind = Kind.ROWS) -> tuple[Saved, Tokens, bytes]:
+    return Saved(kind, bytes([name]) * 32, start, len(tokens)), as_tokens(tokens), bytes(32)
 
 
 def test_positions_are_told_apart_by_their_whole_prefix() -> None:
@@ -32,3 +32,12 @@ def test_copies_and_new_positions_are_counted() -> None:
     assert audit.added(*segment(5, [1, 2, 3], 0, Kind.SNAPSHOT)) == 1
     assert audit.added(*segment(6, [1, 2, 3], 0, Kind.SNAPSHOT)) == 0
     assert audit.max_copies == 2, "snapshots are not token state"
+
+
+def test_the_same_tokens_of_two_tenants_are_no_copies() -> None:
+    audit = TierAudit()
+    saved, tokens, space = segment(1, [1, 2, 3], 0)
+    other, _, _ = segment(2, [1, 2, 3], 0)
+    assert audit.added(saved, tokens, space) == 3
+    assert audit.added(other, tokens, bytes([1]) * 32) == 3
+    assert audit.max_copies == 1

@@ -1,0 +1,144 @@
+"""`python -m tests.mutation`: plant known faults, one at a time, and show that the tests catch every one."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+ROOT = Path(__file__).parent.parent
+# The simulator first: it finds most. Tests of whole servers are left out, they would only find the same later.
+TESTS = ("tests/simulation", "tests/state", "tests/store", "tests/engine", "tests/models/test_oracle.py")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A fault: in `file`, `old` (which stands there once) becomes `new`."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+
+
+MUTANTS = [
+    Mutant(
+        "a lease does not protect rows", "state/tree.py",
+        "return self.leases == 0 and self.device_children == 0 and self.slots is not None",
+        "return self.device_children == 0 and self.slots is not None",
+    ),
+    Mutant(
+        "rows go before the rows that follow them", "state/tree.py",
+        "return self.leases == 0 and self.device_children == 0 and self.slots is not None",
+        "return self.leases == 0 and self.slots is not None",
+    ),
+    Mutant("a save takes no lease", "engine/engine.py", "            self.tree.lease(job.node)\n", ""),
+    Mutant(
+        "a snapshot under a lease is dropped", "state/tree.py",
+        "            if node.snapshot_leases:\n                leased", "            if False:\n                leased",
+    ),
+    Mutant(
+        "thinning drops a snapshot that is being saved", "state/tree.py",
+        "if each.end in drop and each.snapshot_leases == 0:", "if each.end in drop:",
+    ),
+    Mutant("a slot is given out twice", "state/pool.py", "        self._num_free = first\n", "        self._num_free = first + (first > 9)\n"),
+    Mutant(
+        "rows that are known already leak their slots", "state/tree.py",
+        "                self.pool.free_rows(slots[position : position + length])", "                pass",
+    ),
+    Mutant("a split hands a slot to both halves", "state/tree.py", "node.slots = node.slots[length:]", "node.slots = node.slots[length - 1 : -1]"),
+    Mutant("a released leaf is not queued for eviction", "state/tree.py", "                    self._queue(self._leaves, each)\n", "                    pass\n"),
+    Mutant(
+        "a sequence resumes one token late", "engine/holdings.py",
+        "sequence.node, sequence.shared, sequence.position = node, position, position",
+        "sequence.node, sequence.shared, sequence.position = node, position, position + (0 < position < length)",
+    ),
+    Mutant("a live state is not cleared", "engine/holdings.py", "            pool.clear_live(live_row)\n", "            pass\n"),
+    Mutant(
+        "the convolution tail is not saved", "state/pool.py",
+        "        np.copyto(place.numpy(), rows.numpy())\n",
+        "        np.copyto(place.numpy(), rows.numpy())\n"
+        "        for part in self.layout.snapshot_fields:\n"
+        "            if part.spec.name.endswith('conv'):\n"
+        "                place[part.start : part.start + part.spec.nbytes] = 0\n",
+    ),
+    Mutant(
+        "the last hidden vector is not loaded", "state/pool.py",
+        "            self.live.numpy()[live_row, : self.layout.bytes_per_snapshot] = snapshot.numpy()",
+        "            self.live.numpy()[live_row, : self.layout.bytes_per_snapshot - 32] = snapshot.numpy()[:-32]",
+    ),
+    Mutant("rows are loaded in the wrong order", "store/queues.py", "self.pool.write_rows(part.slots, segment", "self.pool.write_rows(part.slots[::-1], segment"),
+    Mutant("a load that failed counts as done", "store/queues.py", "                    result.ok = False\n                    break", "                    break"),
+    Mutant(
+        "a hit is counted at lookup", "engine/engine.py",
+        "sequence.usage.cached_tokens = min(sequence.position, sequence.prompt_end)",
+        "sequence.usage.cached_tokens = min(match.known, sequence.prompt_end)",
+    ),
+    Mutant("the salt is ignored", "state/address.py", 'fingerprint.encode() + b"\\0" + salt.encode()', 'fingerprint.encode() + b"\\0"'),
+    Mutant("an address does not cover its last tokens", "state/address.py", "material = self._chain[strides] + rest.tobytes()", "material = self._chain[strides] + rest[:-1].tobytes()"),
+    Mutant("everything is saved again at every turn", "store/planning.py", "if each.rows is None and each.slots is not None:", "if each.slots is not None:"),
+    Mutant("what is being saved is saved by another too", "state/tree.py", "        if saved.tiers or saved.pending:\n", "        if saved.tiers:\n"),
+    Mutant("a tier evicts what is being read", "store/ledger.py", "if entry.complete and not entry.leases:", "if entry.complete:"),
+    Mutant("a tier passes its budget", "store/ledger.py", "            if room < nbytes:\n", "            if room < nbytes - 500:\n"),
+    Mutant("a checksum that does not hold is let pass", "state/segment.py", "if digest.hexdigest() != checksum:", "if False:"),
+    Mutant("a segment under another's name is let pass", "state/segment.py", "    if header.name != name:\n", "    if False:\n"),
+    Mutant("another model's segment is let pass", "state/segment.py", "    if header.fingerprint != fingerprint:\n", "    if False:\n"),
+    Mutant("what a tier has lost is not forgotten", "state/tree.py", "        saved.tiers.discard(tier)\n", ""),
+    Mutant("a tier that lost a segment never keeps it again", "store/queues.py", "            if reachable:  #", "            if damage is not None:  #"),
+    Mutant("two that need the same prefix both compute it", "engine/scheduler.py", "            if self._wait_for_leader(sequence, match):\n", "            if False:\n"),
+    Mutant("no snapshot is kept at a branch point", "state/policy.py", "position for position in (known, *boundaries)", "position for position in boundaries"),
+    Mutant("slots of a load under way are given to others", "engine/engine.py", "            if sequence.status is not Status.LOADING:  # a load", "            if True:  # a load"),
+    Mutant("a preempted response loses its newest token", "engine/holdings.py", "first, last = sequence.shared, sequence.position\n", "first, last = sequence.shared, sequence.position - (sequence.position > sequence.prompt_end)\n"),
+    Mutant("a restart puts a snapshot at another position", "store/recovery.py", "node = tree.split_at(last, header.end)", "node = tree.split_at(last, max(1, header.end - 1))"),
+    Mutant("the last token of a prompt is not fed where its hidden vector is unknown", "state/tree.py", "ends_here = resume_node.end == resume and resume_node.snapshot_available", "ends_here = resume_node.end == resume"),
+]  # fmt: skip
+
+
+def run(mutant: Mutant | None) -> tuple[bool, str, float]:
+    """Run the tests with the fault planted: (whether a test failed, its name, seconds). None plants nothing."""
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="holdover-mutant-") as temporary:
+        folder = Path(temporary)
+        for part in ("holdover", "tests"):
+            shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", folder)
+        if mutant is not None:
+            path = folder / "holdover" / mutant.file
+            text = path.read_text()
+            if text.count(mutant.old) != 1:
+                raise SystemExit(f"{mutant.name}: its place in {mutant.file} is found {text.count(mutant.old)} times")
+            path.write_text(text.replace(mutant.old, mutant.new))
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", *TESTS]
+        environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=1200)
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return done.returncode == 1, failed[0] if failed else done.stdout[-300:], time.monotonic() - started
+
+
+def main(
+    only: Annotated[str, typer.Option(help="Only mutants whose name contains this.")] = "",
+    processes: Annotated[int, typer.Option(help="Run as many at once.")] = os.cpu_count() or 1,
+) -> None:
+    """Exits with 1 if a mutant survives, or if the tests fail with no fault planted."""
+    chosen = [mutant for mutant in MUTANTS if only in mutant.name]
+    survivors = 0
+    with ThreadPoolExecutor(processes) as pool:
+        untouched = pool.submit(run, None)
+        for mutant, (caught, by, seconds) in zip(chosen, pool.map(run, chosen), strict=True):
+            survivors += not caught
+            print(f"{'caught  ' if caught else 'SURVIVED'} {seconds:5.0f} s  {mutant.name}: {by[:150]}", flush=True)
+        broken, by, seconds = untouched.result()
+    print(f"no fault planted: {by if broken else 'the tests pass'} ({seconds:.0f} s)")
+    print(f"{len(chosen) - survivors} of {len(chosen)} caught")
+    raise typer.Exit(int(broken or survivors > 0))
+
+
+if __name__ == "__main__":
+    typer.run(main)
