@@ -1,9 +1,7 @@
 """`python -m tests.simulation`: run many seeds, or tell the story of one."""
 
-import logging
 import multiprocessing
 import os
-import signal
 import sys
 import time
 import traceback
@@ -13,37 +11,12 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from tests.simulation.check import failure_of, kind_of, quiet, run_seed
 from tests.simulation.scenario import Scenario, make_scenario
 from tests.simulation.shrink import keep, load, shrink
 from tests.simulation.world import World, simulate
 
 FRESH_SEEDS_FROM = 1_000_000_000
-
-
-def failure_of(scenario: Scenario) -> str | None:
-    """What goes wrong in a scenario: the error's name and what it says, or None."""
-    try:
-        simulate(scenario)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
-def kind_of(failure: str | None) -> str | None:
-    """A failure without its numbers: two of one kind are taken for the same fault."""
-    return None if failure is None else "".join(c for c in failure.split(":")[1][:24] if not c.isdigit()).strip()
-
-
-def run_seed(seed: int) -> tuple[int, str | None]:
-    return seed, failure_of(make_scenario(seed))
-
-
-def _quiet() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logging.disable(logging.CRITICAL)
-    import torch
-
-    torch.set_num_threads(1)
 
 
 def main(
@@ -92,7 +65,7 @@ def _run_many(wanted: range, minutes: float | None, processes: int, save: bool) 
     count = 0
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     context = multiprocessing.get_context("spawn")
-    with context.Pool(processes, _quiet) as pool, Progress(*columns, disable=not sys.stderr.isatty()) as progress:
+    with context.Pool(processes, quiet) as pool, Progress(*columns, disable=not sys.stderr.isatty()) as progress:
         task = progress.add_task("seeds", total=len(wanted))
         for seed, failure in pool.imap_unordered(run_seed, wanted, chunksize=8):
             count += 1
@@ -114,7 +87,7 @@ def _run_many(wanted: range, minutes: float | None, processes: int, save: bool) 
 
 def _keep_failures(failures: dict[int, str]) -> None:
     """One of each kind is shrunk and kept."""
-    _quiet()
+    quiet()
     done: set[str | None] = set()
     for seed, failure in sorted(failures.items()):
         kind = kind_of(failure)

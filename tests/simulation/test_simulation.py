@@ -8,7 +8,7 @@ import pytest
 
 from holdover.models.oracle import Oracle
 from holdover.state.tree import PrefixTree
-from tests.simulation.__main__ import failure_of, kind_of
+from tests.simulation.check import failure_of, kind_of
 from tests.simulation.scenario import make_scenario
 from tests.simulation.shrink import KEPT, keep, load, shrink
 from tests.simulation.world import simulate
