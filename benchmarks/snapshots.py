@@ -5,8 +5,8 @@
 
 Runs the real prefix tree and the real policy over a trace, with no model. Rows are never evicted; snapshots are, least
 recently used first (those that a newer one of their chain supersedes before others), when there are more than the
-budget allows: the same for every policy. A WEKA block is 8 units of 8 tokens; where a prompt goes on after the one before,
-what follows for the length of the recorded output is taken for the answer.
+budget allows: the same for every policy. A WEKA block is 8 units of 8 tokens; where a prompt goes on after the one
+before, what follows for the length of the recorded output is taken for the answer.
 """
 
 import itertools
@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import torch
 import typer
 from rich.console import Console
@@ -30,19 +29,20 @@ from holdover.state.address import Tokens, as_tokens
 from holdover.state.layout import LAST_HIDDEN, ArraySpec, Layout
 from holdover.state.policy import ResponseReturns, prefill_stops
 from holdover.state.pool import DevicePool
-from holdover.state.tree import Node, PrefixTree
+from holdover.state.tree import Node, PrefixTree, common_length
 from holdover.traffic.importers import BlockTokens, load_trace
 
 BYTES_PER_SNAPSHOT = 19 << 20  # Qwen3.5-0.8B in float32, from its configuration: 18 layers of 16 x 128 x 128, and tails
 WEKA_UNIT = 8  # tokens
 LAYOUT = Layout(
-    (ArraySpec("rows", (1,), torch.int64),), (ArraySpec("recurrent", (1,), torch.int32), ArraySpec(LAST_HIDDEN, (1,), torch.float32))
-)  # fmt: skip
+    (ArraySpec("rows", (1,), torch.int64),),
+    (ArraySpec("recurrent", (1,), torch.int32), ArraySpec(LAST_HIDDEN, (1,), torch.float32)),
+)
 
 
 @dataclass(frozen=True)
 class Request:
-    """tokens: the prompt and the answer, of which `prompt_end` are the prompt; boundary: where the system prompt ends."""
+    """tokens: the prompt and the answer, `prompt_end` of them the prompt. boundary: the end of the system prompt."""
 
     session: int
     tokens: Tokens
@@ -79,7 +79,7 @@ def policies(unit: int) -> list[Policy]:
         return [end] if end > start else []
 
     return [
-        *(Policy(f"ours, spacing {spacing}", ours(spacing), True, thin=True) for spacing in (512, 2048, 8192, 1 << 30)),
+        *(Policy(f"ours, spacing {spacing:,}", ours(spacing), True, thin=True) for spacing in (512, 2048, 8192)),
         Policy("ours, not thinned", ours(2048), True),
         Policy("every 64 tokens", grid(64 // unit), False),
         Policy("784-token grid", grid(784 // unit), False),
@@ -171,11 +171,9 @@ def weka(path: Path, limit: int) -> list[list[Request]]:
         prompts = [as_tokens(turn.token_ids) for turn in session.turns]
         for i, (turn, prompt) in enumerate(zip(session.turns, prompts, strict=True)):
             tokens = prompt
-            following = next(
-                (p for p in prompts[i + 1 :] if len(p) > len(prompt) and np.array_equal(p[: len(prompt)], prompt)), None
-            )
-            if following is not None:
-                tokens = following[: len(prompt) + turn.output_tokens]
+            following = [p for p in prompts[i + 1 : i + 2] if common_length(p, prompt) == len(prompt)]
+            if following:
+                tokens = following[0][: len(prompt) + turn.output_tokens]
             requests.append(Request(index, tokens, len(prompt), None))
         result.append(requests)
     return result
@@ -213,7 +211,7 @@ def main(
     unit = WEKA_UNIT if is_weka else 1
     found = weka(trace, sessions) if is_weka else chat(trace, sessions)
     requests = interleaved(found)
-    budgets: list[int | None] = [None, *(len(found) * each for each in (16, 8, 4, 2, 1))]
+    budgets: list[int | None] = [None, *(int(len(found) * each) for each in (16, 8, 4, 2, 1.5, 1.25, 1))]
     outcomes = [
         run(requests, policy, budget)
         for policy in track(policies(unit), console=Console(stderr=True), description="policies")
@@ -222,7 +220,7 @@ def main(
     table = Table(title=f"{trace.name}: {len(found)} sessions, {len(requests):,} requests; reuse efficiency")
     table.add_column("snapshots kept, each session")
     for budget in budgets:
-        table.add_column("all" if budget is None else str(budget // len(found)), justify="right")
+        table.add_column("all" if budget is None else f"{budget / len(found):.3g}", justify="right")
     table.add_column("most at once", justify="right")
     table.add_column("GiB", justify="right")
     for name, group in itertools.groupby(outcomes, key=lambda outcome: outcome.policy):
