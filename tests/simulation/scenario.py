@@ -109,8 +109,9 @@ def make_scenario(seed: int) -> Scenario:
     cancels, loses = rng.random() < 0.3, rng.random() < 0.2
     talkative = rng.random() < 0.15  # answers longer than what is set aside for growing: sequences are preempted
     burst = talkative or rng.random() < 0.4
+    weight = rng.choice([0.0, 0.8])  # sessions of much the same length: the device holds one or two, tiers the rest
     sessions: list[Session] = []
-    for index in range(rng.randint(1, 6)):
+    for index in range(rng.randint(1, 7)):
         turns = [
             Turn(
                 kind=rng.choices(["continue", "retry", "edit", "compact"], [7, 1, 1.5, 0.5])[0],
@@ -126,8 +127,10 @@ def make_scenario(seed: int) -> Scenario:
                 repeated=loses and rng.random() < 0.2,
                 move=engines > 1 and rng.random() < 0.3,
             )
-            for _ in range(1 if talkative else rng.randint(1, 4))
+            for _ in range(1 if talkative else rng.randint(1, 6))
         ]
+        if rng.random() < weight:
+            turns[0].new = turns[0].new + [rng.randrange(alphabet) for _ in range(rng.randint(60, 140))]
         twin = sessions[-1] if sessions and rng.random() < 0.25 else None
         sessions.append(
             Session(
@@ -155,22 +158,22 @@ def make_scenario(seed: int) -> Scenario:
         slow_messages=rng.choice([0.001, 0.01, 0.5]),
     )
     longest = scenario.longest()
-    scenario.device_slots = int(longest * rng.choice([1.0, 1.0, 1.2, 2.0, 6.0])) + 20
+    scenario.device_slots = int(longest * rng.choice([1.0, 1.0, 1.0, 1.2, 2.0, 6.0])) + 12
     segment = 24 * longest + 2000
     if rng.random() < 0.75:
-        scenario.memory_bytes = int(segment * rng.choice([0.3, 1.0, 3.0, 50.0]))
+        scenario.memory_bytes = int(segment * rng.choice([0.3, 1.0, 50.0, 50.0]))
     if rng.random() < 0.6:
-        scenario.object_bytes = int(segment * rng.choice([0.5, 2.0, 8.0, 100.0]))
+        scenario.object_bytes = int(segment * rng.choice([0.5, 2.0, 100.0, 100.0]))
         scenario.shared_objects = rng.random() < 0.6
-    if rng.random() < 0.6:
-        for _ in range(rng.randint(1, 3)):
+    if rng.random() < 0.7:
+        for _ in range(rng.randint(1, 4)):
             kill = rng.random() < 0.3
-            start = rng.random() * 3
+            start = rng.random() * 2
             scenario.faults.append(
                 Fault(
                     kind="kill" if kill else rng.choice(TIER_FAULTS),
                     start=start,
-                    end=start + rng.choice([0.1, 0.5, 3.0, 30.0]),
+                    end=start + rng.choice([0.1, 0.5, 30.0, 30.0]),
                     target=rng.randrange(engines) if kill else rng.randrange(2),
                     rate=rng.choice([0.2, 1.0]),
                 )
