@@ -39,6 +39,10 @@ class DamagedSegment(Exception):
     """Bytes that are no segment of this model, or not a whole one. The message says what is wrong."""
 
 
+class OtherFormat(DamagedSegment):
+    """A segment of a format that this version does not read: a miss, but not for it to remove."""
+
+
 @dataclass(frozen=True, slots=True)
 class SegmentHeader:
     """Everything about a segment but its arrays.
@@ -188,7 +192,7 @@ def parse_header(start_of_file: memoryview | bytes) -> tuple[SegmentHeader, dict
         entries = json.loads(bytes(start_of_file[8 : 8 + length]))
         metadata = entries.pop("__metadata__")
         if metadata["format"] != FORMAT:
-            raise DamagedSegment(f"format {metadata['format']!r}; this version reads {FORMAT}")
+            raise OtherFormat(f"format {str(metadata['format'])[:40]!r}; this version reads {FORMAT}")
         header = SegmentHeader(
             kind=Kind(metadata["kind"]),
             fingerprint=str(metadata["fingerprint"]),

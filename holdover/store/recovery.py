@@ -7,7 +7,7 @@ import numpy as np
 
 from holdover.errors import TierError
 from holdover.state.address import Tokens
-from holdover.state.segment import DamagedSegment, Kind, SegmentHeader, parse_header
+from holdover.state.segment import DamagedSegment, Kind, OtherFormat, SegmentHeader, parse_header
 from holdover.state.tree import Node, PrefixTree, Saved, path_to
 from holdover.store.objects import ObjectTier
 
@@ -17,8 +17,8 @@ HEAD_BYTES = 4096
 
 @dataclass(slots=True)
 class Recovery:
-    """How many segments were found, are of another model, or could not be used and were removed: they are no segments,
-    or a part of their prefix is gone."""
+    """How many segments were found, are of another model or format, or could not be used and were removed: they are no
+    segments, or a part of their prefix is gone."""
 
     rows: int = 0
     snapshots: int = 0
@@ -34,6 +34,9 @@ def recover(tree: PrefixTree, tier: ObjectTier, fingerprint: str) -> Recovery:
     for name in list(tier.scan()):
         try:
             header, tokens = _read(tier, name)
+        except OtherFormat:
+            result.foreign += 1
+            continue
         except (DamagedSegment, TierError) as error:
             log.warning("left out %s of the %s tier: %s", name, tier.name, error)
             _remove(tier, name)

@@ -1,14 +1,17 @@
 """Segments: whole and unaltered, or refused; never a crash."""
 
+import json
+
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdover.state.address import as_tokens
-from holdover.state.segment import DamagedSegment, Kind, SegmentHeader, decode, encode, segment_bytes
+from holdover.state.segment import DamagedSegment, Kind, OtherFormat, SegmentHeader, decode, encode, segment_bytes
 from tests.state.test_layout import layout
 
 LAYOUT = layout()
@@ -91,3 +94,73 @@ def test_another_models_segment_is_refused_by_name() -> None:
         decode(buffer, layout(torch.float32), "model", header.name)
     with pytest.raises(DamagedSegment, match="name of another"):
         decode(buffer, LAYOUT, "model", "elsewhere")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def resealed(header: bytes, data: bytes, checksum: bool = True) -> torch.Tensor:
+    """A file with this header and this data whose checksum holds, as an enemy would make it."""
+    header += b" " * (-len(header) % 8)
+    content = bytearray(len(header).to_bytes(8, "little") + header + data)
+    place = content.find(b'"checksum":"')
+    if checksum and place >= 0:
+        place += len(b'"checksum":"')
+        content[place : place + 64] = b"0" * 64
+        content[place : place + 64] = blake3(bytes(content)).hexdigest().encode()
+    return torch.frombuffer(content, dtype=torch.uint8)
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_no_header_crashes_the_decoder_or_is_served_for_another(data: st.DataObject) -> None:
+    """Any field of the header, or the description of any array, becomes something else, and the checksum holds."""
+    buffer, header, rows = data.draw(st.sampled_from([rows_segment, snapshot_segment]))()
+    content = buffer.numpy().tobytes()
+    length = int.from_bytes(content[:8], "little")
+    entries = json.loads(content[8 : 8 + length])
+    where = entries["__metadata__"] if data.draw(st.booleans()) else entries
+    key = data.draw(st.sampled_from(sorted(where)))
+    before = where[key]
+    where[key] = data.draw(JSON | st.sampled_from(["0", "-1", "7", "12", "99999999999999999999", header.address.hex()]))
+    if data.draw(st.booleans()):
+        where[data.draw(st.text(max_size=10))] = data.draw(JSON)
+    made = resealed(json.dumps(entries, separators=(",", ":")).encode(), content[8 + length :])
+    try:
+        segment = decode(made, LAYOUT, "model", header.name)
+    except DamagedSegment:
+        return
+    assert where.get(key) == before or key in ("space", "parent", "start", "end", "checksum", "__metadata__")
+    assert segment.header.name == header.name
+    assert segment.header.fingerprint == "model"
+    state = segment.rows if segment.rows is not None else segment.snapshot
+    assert state is not None
+    assert torch.equal(state, rows)
+
+
+@given(st.binary(max_size=300), st.binary(max_size=50))
+def test_no_sealed_bytes_crash_the_decoder(header: bytes, data: bytes) -> None:
+    with pytest.raises(DamagedSegment):
+        decode(resealed(header, data), LAYOUT, "model", f"{ADDRESS.hex()}.rows")
+
+
+def test_decoding_copies_nothing() -> None:
+    for make in (rows_segment, snapshot_segment):
+        buffer, header, _ = make()
+        segment = decode(buffer, LAYOUT, "model", header.name)
+        state = segment.rows if segment.rows is not None else segment.snapshot
+        assert state is not None
+        assert state.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+        if header.kind is Kind.ROWS:
+            assert np.shares_memory(segment.tokens, buffer.numpy())
+
+
+def test_another_format_is_told_from_damage() -> None:
+    buffer, header, _ = rows_segment()
+    content = buffer.numpy().tobytes().replace(b"holdover-segment/1", b"holdover-segment/2")
+    with pytest.raises(OtherFormat, match="holdover-segment/2"):
+        decode(torch.frombuffer(bytearray(content), dtype=torch.uint8), LAYOUT, "model", header.name)
