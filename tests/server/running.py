@@ -16,7 +16,7 @@ import msgspec
 class RunningServer:
     """A server started through the command line, on a free port, from `with` to its end."""
 
-    def __init__(self, model: Path, *options: str, environment: dict[str, str] | None = None) -> None:
+    def __init__(self, model: Path | str, *options: str, environment: dict[str, str] | None = None) -> None:
         command = [
             sys.executable,
             "-m",
