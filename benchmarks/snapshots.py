@@ -14,6 +14,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from pathlib import Path
 from typing import Annotated
 
@@ -59,6 +60,7 @@ class Policy:
     at_answers_end: bool
     thin: bool = False
     last_only: bool = False
+    by_value: bool = False  # which snapshots go first: GreedyDual on the tokens that each saves, instead of age alone
 
 
 def policies(unit: int) -> list[Policy]:
@@ -81,6 +83,7 @@ def policies(unit: int) -> list[Policy]:
     return [
         *(Policy(f"ours, spacing {spacing:,}", ours(spacing), True, thin=True) for spacing in (512, 2048, 8192)),
         Policy("ours, not thinned", ours(2048), True),
+        Policy("ours, evicted by value", ours(2048), True, thin=True, by_value=True),
         Policy("every 64 tokens", grid(64 // unit), False),
         Policy("784-token grid", grid(784 // unit), False),
         Policy("prompt end only", prompt_end, False),
@@ -102,6 +105,7 @@ def run(requests: list[Request], policy: Policy, budget: int | None) -> Outcome:
     total = sum(len(request.tokens) for request in requests)
     pool = DevicePool(LAYOUT, 16 * (2 * total + 4096), 1, torch.device("cpu"))
     tree = PrefixTree(LAYOUT, pool)
+    recency = Value(tree) if policy.by_value else Recency(tree)
     root = tree.root(bytes(32))
     returns = ResponseReturns()
     last: dict[int, Node] = {}
@@ -117,9 +121,9 @@ def run(requests: list[Request], policy: Policy, budget: int | None) -> Outcome:
         made += 1
         if policy.thin:
             tree.thin(node)
-        held = len(tree._snapshots_on_device)
-        if budget is not None and held > budget:
-            evict_snapshots(tree, held - budget)
+        recency.add(node)
+        while budget is not None and len(tree._snapshots_on_device) > budget:
+            recency.evict_one()
         peak = max(peak, len(tree._snapshots_on_device))
 
     for request in requests:
@@ -156,11 +160,58 @@ def run(requests: list[Request], policy: Policy, budget: int | None) -> Outcome:
     return Outcome(policy.name, budget, reused / best, peak, made)
 
 
-def evict_snapshots(tree: PrefixTree, count: int) -> None:
-    """What the tree itself would let go first."""
-    order = sorted(tree._snapshots_on_device, key=lambda node: (not node.superseded, node.last_used))
-    for node in order[:count]:
-        tree._drop_device_snapshot(node)
+class Recency:
+    """Snapshots in the order in which the tree itself would let them go: superseded ones first, then by last use."""
+
+    def __init__(self, tree: PrefixTree) -> None:
+        self.tree = tree
+        self.heap: list[tuple[int, int, Node]] = []
+        self.serial = itertools.count()
+
+    def add(self, node: Node) -> None:
+        heappush(self.heap, (node.last_used, next(self.serial), node))
+
+    def evict_one(self) -> None:
+        superseded = self.tree._superseded
+        while superseded:
+            used, _, node = heappop(superseded)
+            if node.superseded and used < node.last_used:
+                heappush(superseded, (node.last_used, -next(self.serial), node))
+            elif node.superseded:
+                return self.tree._drop_device_snapshot(node)
+        while True:
+            used, _, node = heappop(self.heap)
+            if node.snapshot_slots is not None and used < node.last_used:
+                self.add(node)
+            elif node.snapshot_slots is not None:
+                return self.tree._drop_device_snapshot(node)
+
+
+class Value(Recency):
+    """GreedyDual (Young, 1994): what a snapshot saves, aged by what had to go. The tree does not do it."""
+
+    def __init__(self, tree: PrefixTree) -> None:
+        super().__init__(tree)
+        self.age = 0
+        self.queue: list[tuple[int, int, int, Node]] = []
+
+    def add(self, node: Node) -> None:
+        older = node.parent
+        while older is not None and older.snapshot_slots is None and older.end > 0:
+            older = older.parent
+        saves = node.end - (older.end if older is not None else 0)
+        heappush(self.queue, (self.age + saves, next(self.serial), node.last_used, node))
+
+    def evict_one(self) -> None:
+        while True:
+            value, _, used, node = heappop(self.queue)
+            if node.snapshot_slots is None:
+                continue
+            if used < node.last_used and not node.superseded:
+                self.add(node)
+                continue
+            self.age = max(self.age, value)
+            return self.tree._drop_device_snapshot(node)
 
 
 def weka(path: Path, limit: int) -> list[list[Request]]:

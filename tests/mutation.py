@@ -106,7 +106,7 @@ def run(mutant: Mutant | None) -> tuple[bool, str, float]:
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="holdover-mutant-") as temporary:
         folder = Path(temporary)
-        for part in ("holdover", "tests"):
+        for part in ("holdover", "tests", "docs"):
             shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", folder)
         if mutant is not None:

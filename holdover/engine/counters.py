@@ -19,6 +19,7 @@ class TierCounters:
     tokens_loaded: int = 0
     segments_evicted: int = 0
     segments_lost: int = 0
+    segments_unreachable: int = 0
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ from holdover.state.segment import Kind
 from holdover.state.tree import Match, PrefixTree, path_to
 from holdover.store.audit import TierAudit
 from holdover.store.planning import SaveContext, SavePlanner, plan_delta
-from holdover.store.queues import Done, LoadDone, SaveDone, Store
+from holdover.store.queues import Change, Done, LoadDone, SaveDone, Store, TierChange
 
 log = logging.getLogger(__name__)
 Event = Output | Failed
@@ -321,6 +321,7 @@ class Engine:
         self.tree.release(job.node)
         for tier, nbytes in done.kept.items():
             self.tree.kept(job.saved.name, tier)
+            self.tree.reachable(tier)
             if not nbytes:
                 continue
             counters = self.counters.tiers[tier]
@@ -333,8 +334,7 @@ class Engine:
                 new_bytes = self.audits[tier].added(job.saved, job.prefix, job.header.space) * each
             counters.bytes_new_state += new_bytes
         for name, tier in done.evicted:
-            self.counters.tiers[tier].segments_evicted += 1
-            self._forget(name, tier)
+            self._evicted(name, tier)
         if not done.kept:
             self.tree.lost(job.saved.name, "")
 
@@ -343,11 +343,14 @@ class Engine:
         if tier in self.audits:
             self.audits[tier].removed(name)
 
+    def _evicted(self, name: str, tier: str) -> None:
+        self.counters.tiers[tier].segments_evicted += 1
+        if not self.store.has(name, tier):  # saving and loading report apart: it may have come back since
+            self._forget(name, tier)
+
     def _load_done(self, done: LoadDone) -> None:
         sequence = done.job.owner
         assert isinstance(sequence, Sequence)
-        for _, tier in done.lost:
-            self.counters.tiers[tier].segments_lost += 1
         self.scheduler.remove(sequence)
         if done.ok:
             self.holdings.loaded(sequence, done.job)
@@ -358,6 +361,7 @@ class Engine:
                 sequence.usage.reused[tier] = sequence.usage.reused.get(tier, 0) + tokens
             for tier, nbytes in done.bytes_by_tier.items():
                 self.counters.tiers[tier].bytes_loaded += nbytes
+                self.tree.reachable(tier)
             sequence.first_load = False
             sequence.status = Status.RUNNING
             self.scheduler.running.append(sequence)
@@ -369,20 +373,31 @@ class Engine:
                 sequence.first_load = False
             sequence.status = Status.WAITING
             self.scheduler.waiting.appendleft(sequence)
-        for saved, tier, nbytes in done.promoted:
-            self.tree.kept(saved.name, tier)
-            if nbytes:
-                self.counters.tiers[tier].segments_promoted += 1
-                self.counters.tiers[tier].bytes_promoted += nbytes
-                if tier in self.audits:
-                    self.audits[tier].added(saved, sequence.tokens, sequence.space)
-        for name, tier in done.evicted:
-            self.counters.tiers[tier].segments_evicted += 1
-            self._forget(name, tier)
-        for name, tier in done.lost:
-            self._forget(name, tier)
+        for change in done.job.changes:
+            self._tier_changed(change, sequence)
         if sequence.cancelled:
             self._end(sequence)
+
+    def _tier_changed(self, change: TierChange, sequence: Sequence) -> None:
+        counters = self.counters.tiers[change.tier]
+        if change.change is Change.EVICTED:
+            self._evicted(change.name, change.tier)
+            return
+        if change.change is Change.UNREACHABLE:
+            counters.segments_unreachable += 1
+            self.tree.unreachable(change.name, change.tier)
+            return
+        if change.change is Change.LOST:
+            counters.segments_lost += 1
+            self._forget(change.name, change.tier)
+            return
+        self.tree.kept(change.name, change.tier)
+        if change.nbytes:
+            counters.segments_promoted += 1
+            counters.bytes_promoted += change.nbytes
+            saved = self.tree.find_saved(change.name)
+            if change.tier in self.audits and saved is not None:
+                self.audits[change.tier].added(saved, sequence.tokens, sequence.space)
 
     # Reporting
 

@@ -22,7 +22,9 @@ from holdover.state.segment import Kind, segment_name
 class Saved:
     """A segment that tiers keep, or are about to. After a split, both halves refer to the one segment over them.
 
-    pending: copies into tiers that are under way; while there are any, nobody else saves the same state.
+    pending: copies into tiers that are under way; while there are any, nobody else saves the same state. unreachable:
+    tiers that keep it but could not be read: it is not loaded from there for now, and not saved there again either.
+    failures: how often it could not be read.
     """
 
     kind: Kind
@@ -30,7 +32,9 @@ class Saved:
     start: int
     end: int
     tiers: set[str] = field(default_factory=set)
+    unreachable: set[str] = field(default_factory=set)
     pending: int = 0
+    failures: int = 0
 
     @property
     def name(self) -> str:
@@ -118,6 +122,7 @@ def common_length(a: Tokens, b: Tokens) -> int:
     return first if unequal[first] else length
 
 
+MOST_READ_FAILURES = 3  # of one segment: then it is given up, not its tier
 Queue = list[tuple[int, int, Node]]  # a heap of (last_used when queued, serial, node)
 
 
@@ -138,6 +143,7 @@ class PrefixTree:
         self.pool = pool
         self._roots: dict[bytes, Node] = {}
         self._saved: dict[str, tuple[Saved, list[Node]]] = {}
+        self._any_unreachable: set[str] = set()
         self._snapshots_on_device: dict[Node, None] = {}
         # Queues for eviction, checked when taken from: an entry may have been used since, or be no candidate any more.
         # A node is queued whenever it becomes a candidate.
@@ -407,6 +413,31 @@ class PrefixTree:
         """A tier now keeps the segment `name`."""
         if name in self._saved:
             self._saved[name][0].tiers.add(tier)
+            self._saved[name][0].unreachable.discard(tier)
+
+    def unreachable(self, name: str, tier: str) -> None:
+        """A tier that keeps the segment `name` could not be read."""
+        entry = self._saved.get(name)
+        if entry is None:
+            return
+        saved = entry[0]
+        saved.tiers.discard(tier)
+        saved.failures += 1
+        if saved.failures >= MOST_READ_FAILURES:
+            self.lost(name, tier)
+        else:
+            saved.unreachable.add(tier)
+            self._any_unreachable.add(tier)
+
+    def reachable(self, tier: str) -> None:
+        """A tier works (again): what it could not be asked for is there."""
+        if tier not in self._any_unreachable:
+            return
+        self._any_unreachable.discard(tier)
+        for saved, _ in self._saved.values():
+            if tier in saved.unreachable:
+                saved.unreachable.discard(tier)
+                saved.tiers.add(tier)
 
     def find_saved(self, name: str) -> Saved | None:
         entry = self._saved.get(name)
@@ -427,7 +458,8 @@ class PrefixTree:
             return
         saved, holders = entry
         saved.tiers.discard(tier)
-        if saved.tiers or saved.pending:
+        saved.unreachable.discard(tier)
+        if saved.tiers or saved.pending or saved.unreachable:
             return
         del self._saved[name]
         for node in list(holders):

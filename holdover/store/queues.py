@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 from typing import Protocol
 
@@ -58,26 +59,45 @@ class LoadPart:
     slots: Slots
 
 
+class Change(Enum):
+    """What a load found or did to a segment in a tier."""
+
+    LOST = "lost"  # it proved missing or damaged
+    UNREACHABLE = "unreachable"  # the tier could not be read
+    PROMOTED = "promoted"  # it was copied there from a farther tier
+    EVICTED = "evicted"  # it had to go for one that was promoted
+
+
+@dataclass(frozen=True, slots=True)
+class TierChange:
+    """nbytes: put by a promotion, 0 if the segment was there already."""
+
+    change: Change
+    name: str
+    tier: str
+    nbytes: int = 0
+
+
 @dataclass(eq=False, slots=True)
 class LoadJob:
-    """What one sequence lacks on the device: rows for tree nodes, and a snapshot for its live row."""
+    """What one sequence lacks on the device: rows for tree nodes, and a snapshot for its live row.
+
+    changes: what happened to segments in the tiers on the way, in order.
+    """
 
     parts: list[LoadPart]
     snapshot: Saved | None
     live_row: int
     owner: object
+    changes: list[TierChange] = field(default_factory=list)
 
 
 @dataclass(eq=False, slots=True)
 class LoadDone:
-    """A load is over. ok: all of it is in place. lost: (segment, tier) that proved missing or damaged. promoted:
-    segments that a nearer tier keeps now too, with its name and the bytes put; evicted: (name, tier) that had to go."""
+    """A load is over. ok: all of it is in place."""
 
     job: LoadJob
     ok: bool = True
-    lost: list[tuple[str, str]] = field(default_factory=list)
-    promoted: list[tuple[Saved, str, int]] = field(default_factory=list)
-    evicted: list[tuple[str, str]] = field(default_factory=list)
     tokens_by_tier: dict[str, int] = field(default_factory=dict)
     bytes_by_tier: dict[str, int] = field(default_factory=dict)
 
@@ -175,13 +195,17 @@ class Store:
         nbytes = sum(len(part.slots) for part in job.parts) * self.layout.bytes_per_token
         return nbytes <= AT_ONCE_BYTES and all(nearest.name in each.tiers for each in segments)
 
+    def has(self, name: str, tier: str) -> bool:
+        """Whether a tier keeps a segment now, by its books."""
+        return any(each.has(name) for each in self.tiers if each.name == tier)
+
     def touch(self, names: list[str]) -> None:
         for tier in self.tiers:
             tier.touch(names)
 
     def delete(self, saved: Saved) -> None:
         for tier in self.tiers:
-            if tier.name in saved.tiers:
+            if tier.name in saved.tiers or tier.name in saved.unreachable:
                 self._remove(tier, saved.name)
 
     def _remove(self, tier: Tier, name: str) -> None:
@@ -301,14 +325,15 @@ class Store:
                         by_tier = result.tokens_by_tier
                         by_tier[tier.name] = by_tier.get(tier.name, 0) + tokens
                         result.bytes_by_tier[tier.name] = result.bytes_by_tier.get(tier.name, 0) + len(buffer)
-                        self._promote(saved, buffer, tiers[:i], result)
+                        self._promote(saved.name, buffer, tiers[:i], result.job.changes)
                         return True
             except DamagedSegment as error:
                 damage = str(error)
             except TierError as error:
                 self._fault(tier, error)
                 reachable = False
-            result.lost.append((saved.name, tier.name))
+            change = Change.LOST if reachable else Change.UNREACHABLE
+            result.job.changes.append(TierChange(change, saved.name, tier.name))
             if damage is not None:
                 self.damaged[tier.name] += 1
                 log.warning("removed %s from the %s tier: %s", saved.name, tier.name, damage)
@@ -316,15 +341,15 @@ class Store:
                 self._remove(tier, saved.name)
         return False
 
-    def _promote(self, saved: Saved, buffer: torch.Tensor, nearer: list[Tier], result: LoadDone) -> None:
+    def _promote(self, name: str, buffer: torch.Tensor, nearer: list[Tier], changes: list[TierChange]) -> None:
         for tier in nearer:
             try:
-                put = tier.put(saved.name, len(buffer), buffer.clone)
+                put = tier.put(name, len(buffer), buffer.clone)
             except TierError as error:
-                result.evicted += [(other, tier.name) for other in error.evicted]
+                changes += [TierChange(Change.EVICTED, other, tier.name) for other in error.evicted]
                 self._fault(tier, error)
                 continue
-            result.evicted += [(other, tier.name) for other in put.evicted]
+            changes += [TierChange(Change.EVICTED, other, tier.name) for other in put.evicted]
             if put.status is not PutStatus.REFUSED:
                 nbytes = len(buffer) if put.status is PutStatus.KEPT else 0
-                result.promoted.append((saved, tier.name, nbytes))
+                changes.append(TierChange(Change.PROMOTED, name, tier.name, nbytes))

