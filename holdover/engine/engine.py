@@ -176,8 +176,9 @@ class Engine:
         for sequence in admission.impossible:
             self._fail(sequence.request.id, "device memory is too small for this request; start with more of it")
         for sequence, match in admission.admitted:
+            if sequence.node is None:  # another answer to its request can never fit: the whole request has failed
+                continue
             self._learn_from(sequence, match)
-            assert sequence.node is not None
             if self.store.tiers:
                 path = path_to(sequence.node)[::-1]
                 names = [saved.name for each in path for saved in (each.snapshot, each.rows) if saved is not None]

@@ -61,7 +61,12 @@ class Holdings:
         if pool.num_free < need + reserve and pool.num_free + tree.evictable_slots() < need + reserve:
             tree.release_snapshot(node)
             tree.release(node)
-            return (Taken.NO_ROOM if self._growing or self._leased_elsewhere() else Taken.NEVER), None
+            if self._growing or self._leased_elsewhere():
+                return Taken.NO_ROOM, None
+            if position == 0:
+                return Taken.NEVER, None
+            # What it would go on from takes the last of the room: it fits only from the beginning.
+            return self.take(sequence, Match(match.known, 0, tree.root(sequence.space), match.followed_response))
         if not tree.make_room(need):
             raise AssertionError("slots that counted as evictable could not be evicted")
         tree.release_snapshot(node)
