@@ -66,15 +66,20 @@ class Ledger:
             return True
 
     def remove(self, name: str) -> bool:
-        """Strike `name`; False if it was not there, or is being read."""
+        """Strike `name`; False if it was not there, or is being read or written."""
         with self._lock:
             entry = self._entries.get(name)
-            if entry is None or entry.leases:
+            if entry is None or entry.leases or not entry.complete:
                 return False
             del self._entries[name]
             self._used -= entry.nbytes
             self._drop(name)
             return True
+
+    def abandon(self, name: str) -> None:
+        """What was reserved could not be written."""
+        with self._lock:
+            self._used -= self._entries.pop(name).nbytes
 
     def lease(self, name: str) -> bool:
         with self._lock:

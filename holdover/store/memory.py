@@ -45,7 +45,7 @@ class MemoryTier:
         try:
             self._buffers[name] = make()
         except BaseException:
-            self._ledger.remove(name)
+            self._ledger.abandon(name)
             raise
         self._ledger.complete(name)
         return result

@@ -89,11 +89,11 @@ class ObjectTier:
         except AlreadyExistsError:
             pass
         except (OSError, BaseError) as error:
-            self._ledger.remove(name)
+            self._ledger.abandon(name)
             message = f"writing to the {self.name} tier {self.place} failed: {_reason(error)}"
             raise TierError(message, evicted=result.evicted) from error
         except BaseException:
-            self._ledger.remove(name)
+            self._ledger.abandon(name)
             raise
         self._ledger.complete(name)
         return result
