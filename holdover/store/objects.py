@@ -90,6 +90,7 @@ class ObjectTier:
             pass
         except (OSError, BaseError) as error:
             self._ledger.abandon(name)
+            self._remove(name)  # should it have been written after all
             message = f"writing to the {self.name} tier {self.place} failed: {_reason(error)}"
             raise TierError(message, evicted=result.evicted) from error
         except BaseException:

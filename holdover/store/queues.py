@@ -308,7 +308,7 @@ class Store:
     def _load_segment(self, saved: Saved, tiers: list[Tier], result: LoadDone, place: Callable[[Segment], int]) -> bool:
         """Copy one segment in from the nearest of `tiers` that has it whole."""
         for i, tier in enumerate(tiers):
-            if tier.name not in saved.tiers:
+            if tier.name not in saved.tiers or TierChange(Change.LOST, saved.name, tier.name) in result.job.changes:
                 continue
             damage: str | None = None
             reachable = True
