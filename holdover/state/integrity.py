@@ -18,6 +18,7 @@ def check_integrity(tree: PrefixTree, other_slots: Slots | None = None) -> None:
             assert len(child.tokens) > 0 and int(child.tokens[0]) == first, "a child under the wrong token"
             assert child.leases <= node.leases, "a child leased more than its parent"
             assert child.last_used <= node.last_used, "a parent less recent than its child"
+        assert not node.snapshot_leases or node.snapshot_slots is not None, "a leased snapshot is gone"
         assert node.packed == node.tokens.tobytes(), "tokens and their bytes differ"
         assert (node in listed) == (node.snapshot_slots is not None), "snapshot not listed"
         assert not node.evictable or node in leaves, "rows that could be evicted are not queued"
