@@ -6,6 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("holdover", deadline=None)  # a slow machine is no failure
+settings.load_profile("holdover")
 
 # Compiled kernels and the demo's model: made once a run, in a folder that goes with it.
 _cache = tempfile.TemporaryDirectory(prefix="holdover-tests-")
