@@ -30,7 +30,7 @@ def address_key(fingerprint: str, salt: str = "") -> bytes:
 
 
 class AddressChain:
-    """Addresses along one growing token sequence, in amortised O(new tokens)."""
+    """Addresses along one token sequence, in amortised O(new tokens). The array may be filled as the sequence grows."""
 
     def __init__(self, key: bytes, tokens: Tokens) -> None:
         self._key = key
@@ -49,7 +49,3 @@ class AddressChain:
         rest = self._tokens[strides * STRIDE : position]
         material = self._chain[strides] + rest.tobytes() + position.to_bytes(8, "little")
         return blake3(material, key=self._key).digest()
-
-    def extend(self, tokens: Tokens) -> None:
-        """The sequence has grown: `tokens` is the longer sequence, which starts with the one known so far."""
-        self._tokens = tokens

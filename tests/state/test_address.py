@@ -63,3 +63,10 @@ def test_the_documents_test_vectors() -> None:
     for salt, position, address in vectors:
         chain = AddressChain(address_key("fingerprint", salt.strip("` ")), as_tokens(np.arange(200)))
         assert chain.address(int(position)).hex() == address
+
+
+def test_a_position_past_the_end_is_refused() -> None:
+    chain = AddressChain(address_key("model"), as_tokens([1, 2, 3]))
+    for position in (-1, 4):
+        with pytest.raises(IndexError, match="outside"):
+            chain.address(position)
