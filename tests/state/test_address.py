@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import numpy as np
+import pytest
 from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
