@@ -122,6 +122,20 @@ def test_a_split_moves_no_bytes_and_keeps_what_is_saved() -> None:
     assert node.rows is None
 
 
+def test_what_is_being_saved_is_not_forgotten_when_a_tier_evicts_it_meanwhile() -> None:
+    """Kept by a near tier, evicted there for something else, while the copy into a far tier is still under way."""
+    tree = make()
+    node = publish(tree, [1, 2, 3, 4])
+    saved = Saved(Kind.ROWS, b"a" * 32, 0, 4)
+    tree.register(saved, [node])
+    saved.pending = 1
+    tree.lost(saved.name, "memory")
+    assert node.rows is saved, "or the next turn would save it again"
+    saved.pending = 0
+    tree.lost(saved.name, "memory")
+    assert node.rows is None
+
+
 def test_rows_that_left_the_device_are_found_in_a_tier() -> None:
     tree = make(slots=40)
     node = publish(tree, [1, 2, 3])
