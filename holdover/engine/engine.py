@@ -193,7 +193,8 @@ class Engine:
             sequence.usage.cached_tokens = min(sequence.position, sequence.prompt_end)
             loaded = 0
             if sequence.status is Status.LOADING and sequence.node is not None:
-                loaded = sum(len(each.tokens) for each in path_to(sequence.node) if each.loading is not None)
+                lacking = (each for each in path_to(sequence.node) if each.slots is None)
+                loaded = sum(len(each.tokens) for each in lacking)
                 sequence.first_load = True
             on_device = sequence.usage.cached_tokens - loaded
             if on_device:

@@ -332,13 +332,14 @@ class Store:
             except TierError as error:
                 self._fault(tier, error)
                 reachable = False
-            change = Change.LOST if reachable else Change.UNREACHABLE
-            result.job.changes.append(TierChange(change, saved.name, tier.name))
             if damage is not None:
                 self.damaged[tier.name] += 1
                 log.warning("removed %s from the %s tier: %s", saved.name, tier.name, damage)
             if reachable:  # also where it was just not there: so that it can be saved again
                 self._remove(tier, saved.name)
+            gone = reachable and not tier.has(saved.name)
+            change = Change.LOST if gone else Change.UNREACHABLE
+            result.job.changes.append(TierChange(change, saved.name, tier.name))
         return False
 
     def _promote(self, name: str, buffer: torch.Tensor, nearer: list[Tier], changes: list[TierChange]) -> None:
