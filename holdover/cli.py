@@ -85,7 +85,7 @@ def serve(
         threads=threads,
         audit=audit_tiers,
     )
-    name = served_model_name or (model if model.startswith("oracle:") else Path(model).resolve().name)
+    name = served_model_name or Path(model).resolve().name
 
     def announce(ready: Ready, url: str) -> None:
         tiers = [f"memory {format_bytes(config.memory_bytes)}"] if config.memory_bytes else []

@@ -128,6 +128,9 @@ def main(
 ) -> None:
     """Exits with 1 if a mutant survives, or if the tests fail with no fault planted."""
     chosen = [mutant for mutant in MUTANTS if only in mutant.name]
+    if not chosen:
+        typer.echo(f"--only {only!r}: no mutant is called so.", err=True)
+        raise typer.Exit(2)
     survivors = 0
     with ThreadPoolExecutor(processes) as pool:
         untouched = pool.submit(run, None)

@@ -323,9 +323,9 @@ class Engine:
         self.tree.release(job.node)
         for tier, nbytes in done.kept.items():
             self.tree.kept(job.saved.name, tier)
-            self.tree.reachable(tier)
-            if not nbytes:
+            if not nbytes:  # its books said that it was there: nobody has asked the tier itself
                 continue
+            self.tree.reachable(tier)
             counters = self.counters.tiers[tier]
             counters.segments_saved += 1
             counters.bytes_saved += nbytes
@@ -364,6 +364,8 @@ class Engine:
             for tier, nbytes in done.bytes_by_tier.items():
                 self.counters.tiers[tier].bytes_loaded += nbytes
                 self.tree.reachable(tier)
+            for part in done.job.parts:
+                part.saved.failures = 0
             sequence.first_load = False
             sequence.status = Status.RUNNING
             self.scheduler.running.append(sequence)

@@ -24,7 +24,7 @@ class Saved:
 
     pending: copies into tiers that are under way; while there are any, nobody else saves the same state. unreachable:
     tiers that keep it but could not be read: it is not loaded from there for now, and not saved there again either.
-    failures: how often it could not be read.
+    failures: how often it could not be read since it was last loaded.
     """
 
     kind: Kind
@@ -499,21 +499,21 @@ class PrefixTree:
         First go snapshots that a newer one of the same chain makes nearly useless, then the least recently used
         rows, leaf first, with their snapshots; at last the snapshots of rows that are leased.
         """
-        free = self.pool
-        leased: Queue = []
-        while free.num_free < count and self._superseded:
+        pool = self.pool
+        leased: list[Node] = []
+        while pool.num_free < count and self._superseded:
             used, _, node = heappop(self._superseded)
             if not node.superseded:
                 continue
             if node.snapshot_leases:
-                leased.append((used, self._serial, node))
+                leased.append(node)
             elif used < node.last_used:
                 self._queue(self._superseded, node)
             else:
                 self._drop_device_snapshot(node)
-        for _, _, node in leased:
+        for node in leased:
             self._queue(self._superseded, node)
-        while free.num_free < count and self._leaves:
+        while pool.num_free < count and self._leaves:
             used, _, node = heappop(self._leaves)
             if not node.evictable:
                 continue
@@ -521,13 +521,13 @@ class PrefixTree:
                 self._queue(self._leaves, node)
             else:
                 self._evict_rows(node)
-        if free.num_free < count:
+        if pool.num_free < count:
             for node in sorted(self._snapshots_on_device, key=lambda node: node.last_used):
                 if node.snapshot_leases == 0:
                     self._drop_device_snapshot(node)
-                    if free.num_free >= count:
+                    if pool.num_free >= count:
                         break
-        return free.num_free >= count
+        return pool.num_free >= count
 
     def evictable_slots(self) -> int:
         """Slots that `make_room` could free."""

@@ -334,7 +334,7 @@ class Store:
                 reachable = False
             if damage is not None:
                 self.damaged[tier.name] += 1
-                log.warning("removed %s from the %s tier: %s", saved.name, tier.name, damage)
+                log.warning("removing %s from the %s tier: %s", saved.name, tier.name, damage)
             if reachable:  # also where it was just not there: so that it can be saved again
                 self._remove(tier, saved.name)
             gone = reachable and not tier.has(saved.name)
@@ -349,6 +349,9 @@ class Store:
             except TierError as error:
                 changes += [TierChange(Change.EVICTED, other, tier.name) for other in error.evicted]
                 self._fault(tier, error)
+                continue
+            except Exception:  # what was asked for is in place; that a nearer tier can't keep it is no reason to fail
+                log.exception("promoting %s into the %s tier failed", name, tier.name)
                 continue
             changes += [TierChange(Change.EVICTED, other, tier.name) for other in put.evicted]
             if put.status is not PutStatus.REFUSED:

@@ -23,7 +23,7 @@ def main(
     seeds: Annotated[str, typer.Option(help="A:B runs the seeds from A up to B.")] = "",
     fresh: Annotated[int, typer.Option(help="Run this many seeds that nobody has chosen: they begin at the time.")] = 0,
     seed: Annotated[int | None, typer.Option(help="Run one seed.")] = None,
-    file: Annotated[Path | None, typer.Option(help="Run one scenario that was kept.")] = None,
+    file: Annotated[Path | None, typer.Option(exists=True, help="Run one scenario that was kept.")] = None,
     trace: Annotated[bool, typer.Option(help="With --seed or --file: tell what happens.")] = False,
     minutes: Annotated[float | None, typer.Option(help="Stop after this time.")] = None,
     processes: Annotated[int, typer.Option(help="Run in this many processes.")] = os.cpu_count() or 1,
