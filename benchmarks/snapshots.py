@@ -28,9 +28,10 @@ from holdover.demo.model import demo_model
 from holdover.server.chat import ChatTokenizer
 from holdover.state.address import Tokens, as_tokens
 from holdover.state.layout import LAST_HIDDEN, ArraySpec, Layout
+from holdover.state.node import Node, common_length
 from holdover.state.policy import ResponseReturns, prefill_stops
 from holdover.state.pool import DevicePool
-from holdover.state.tree import Node, PrefixTree, common_length
+from holdover.state.tree import PrefixTree
 from holdover.traffic.importers import BlockTokens, load_trace
 
 BYTES_PER_SNAPSHOT = 19 << 20  # Qwen3.5-0.8B in float32, from its configuration: 18 layers of 16 x 128 x 128, and tails

@@ -15,8 +15,9 @@ import torch
 
 from holdover.state.address import Tokens, as_tokens
 from holdover.state.layout import LAST_HIDDEN, ArraySpec, Layout
+from holdover.state.node import Node
 from holdover.state.pool import DevicePool
-from holdover.state.tree import Node, PrefixTree
+from holdover.state.tree import PrefixTree
 
 NODES, TURN, LONG = 100_000, 200, 100_000  # nodes in all; tokens of a turn; tokens of a long prompt
 SHORT_TURNS = 90

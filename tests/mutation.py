@@ -30,12 +30,12 @@ class Mutant:
 
 MUTANTS = [
     Mutant(
-        "a lease does not protect rows", "state/tree.py",
+        "a lease does not protect rows", "state/node.py",
         "return self.leases == 0 and self.device_children == 0 and self.slots is not None",
         "return self.device_children == 0 and self.slots is not None",
     ),
     Mutant(
-        "rows go before the rows that follow them", "state/tree.py",
+        "rows go before the rows that follow them", "state/node.py",
         "return self.leases == 0 and self.device_children == 0 and self.slots is not None",
         "return self.leases == 0 and self.slots is not None",
     ),

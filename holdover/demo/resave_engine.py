@@ -9,7 +9,8 @@ import sys
 
 from holdover.engine.process import main
 from holdover.state.address import AddressChain, address_key
-from holdover.state.tree import Node, PrefixTree, path_to
+from holdover.state.node import Node, path_to
+from holdover.state.tree import PrefixTree
 from holdover.store.planning import SaveContext, rows_job, snapshot_job
 from holdover.store.queues import SaveJob
 

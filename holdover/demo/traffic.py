@@ -7,7 +7,7 @@ import numpy as np
 
 from holdover.errors import HoldoverError
 from holdover.state.address import as_tokens
-from holdover.state.tree import common_length
+from holdover.state.node import common_length
 from holdover.traffic.importers import BlockTokens, load_trace
 from holdover.traffic.trace import Session
 

@@ -18,10 +18,11 @@ from holdover.engine.text import NoText, StopStrings, TextDecoder
 from holdover.models.base import Model
 from holdover.state.address import AddressChain, address_key, as_tokens
 from holdover.state.integrity import check_integrity
+from holdover.state.node import Match, path_to
 from holdover.state.policy import ResponseReturns
 from holdover.state.pool import DevicePool
 from holdover.state.segment import Kind
-from holdover.state.tree import Match, PrefixTree, path_to
+from holdover.state.tree import PrefixTree
 from holdover.store.audit import TierAudit
 from holdover.store.planning import SaveContext, SavePlanner, plan_delta
 from holdover.store.queues import Change, Done, LoadDone, SaveDone, Store, TierChange

@@ -5,8 +5,9 @@ from enum import Enum
 import numpy as np
 
 from holdover.engine.sequence import Sequence
+from holdover.state.node import Match, Node, Saved, path_to
 from holdover.state.pool import DevicePool, Slots
-from holdover.state.tree import Match, Node, PrefixTree, Saved, path_to
+from holdover.state.tree import PrefixTree
 from holdover.store.queues import LoadJob, LoadPart
 
 GROWTH_RESERVE_TOKENS = 32  # kept free for each running sequence, so that admitting one does not preempt another

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from holdover.engine.holdings import Holdings, Taken
 from holdover.engine.sequence import Sequence, Status
+from holdover.state.node import Match, common_length
 from holdover.state.policy import prefill_stops
-from holdover.state.tree import Match, common_length
 from holdover.store.queues import LoadJob
 
 

@@ -9,8 +9,8 @@ from holdover.engine.messages import Generate, Usage
 from holdover.engine.sampler import SamplerState
 from holdover.engine.text import StopStrings, TextDecoder
 from holdover.state.address import AddressChain, Tokens
+from holdover.state.node import Node
 from holdover.state.pool import Slots
-from holdover.state.tree import Node
 
 
 class Status(Enum):

@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdover.state.address import Tokens
+from holdover.state.node import Saved
 from holdover.state.segment import Kind
-from holdover.state.tree import Saved
 
 MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from holdover.state.address import AddressChain, Tokens
+from holdover.state.node import Node, Saved, path_to
 from holdover.state.pool import Slots
 from holdover.state.segment import Kind, SegmentHeader
-from holdover.state.tree import Node, PrefixTree, Saved, path_to
+from holdover.state.tree import PrefixTree
 from holdover.store.queues import SaveJob
 
 

@@ -14,9 +14,9 @@ import torch
 
 from holdover.errors import TierError
 from holdover.state.address import Tokens
+from holdover.state.node import Node, Saved
 from holdover.state.pool import DevicePool, Slots
 from holdover.state.segment import DamagedSegment, Kind, Segment, SegmentHeader, decode, encode, segment_bytes
-from holdover.state.tree import Node, Saved
 from holdover.store.tier import PutStatus, Tier
 
 log = logging.getLogger(__name__)

@@ -7,8 +7,9 @@ import numpy as np
 
 from holdover.errors import TierError
 from holdover.state.address import Tokens
+from holdover.state.node import Node, Saved, path_to
 from holdover.state.segment import DamagedSegment, Kind, OtherFormat, SegmentHeader, parse_header
-from holdover.state.tree import Node, PrefixTree, Saved, path_to
+from holdover.state.tree import PrefixTree
 from holdover.store.objects import ObjectTier
 
 log = logging.getLogger(__name__)

@@ -10,9 +10,10 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from holdover.state.address import as_tokens
 from holdover.state.integrity import check_integrity
 from holdover.state.layout import LAST_HIDDEN, ArraySpec, Layout
+from holdover.state.node import Match, Node, Saved, common_length, path_to
 from holdover.state.pool import DevicePool
 from holdover.state.segment import Kind
-from holdover.state.tree import Match, Node, PrefixTree, Saved, common_length, path_to
+from holdover.state.tree import PrefixTree
 
 SPACE, OTHER = bytes(32), bytes([1]) * 32
 HYBRID = Layout(

@@ -5,8 +5,9 @@ import pytest
 
 from holdover.state.address import as_tokens
 from holdover.state.integrity import check_integrity
+from holdover.state.node import Node, Saved
 from holdover.state.segment import Kind
-from holdover.state.tree import MOST_READ_FAILURES, Node, PrefixTree, Saved
+from holdover.state.tree import MOST_READ_FAILURES, PrefixTree
 from holdover.store.planning import SaveContext, plan_delta
 from tests.state.test_tree import SPACE, make, publish
 

@@ -1,8 +1,8 @@
 """The books of a tier count positions, not segments."""
 
 from holdover.state.address import Tokens, as_tokens
+from holdover.state.node import Saved
 from holdover.state.segment import Kind
-from holdover.state.tree import Saved
 from holdover.store.audit import TierAudit, position_digests
 
 

@@ -10,9 +10,10 @@ import torch
 
 from holdover.state.address import AddressChain, address_key, as_tokens
 from holdover.state.layout import LAST_HIDDEN, ArraySpec, Layout
+from holdover.state.node import Node, Saved
 from holdover.state.pool import DevicePool, Slots
 from holdover.state.segment import Kind, SegmentHeader
-from holdover.state.tree import Node, PrefixTree, Saved
+from holdover.state.tree import PrefixTree
 from holdover.store.memory import MemoryTier
 from holdover.store.objects import disk_tier
 from holdover.store.queues import (
