@@ -6,6 +6,7 @@ The format is in docs/format.md. Encoding makes one buffer and one copy; decodin
 """
 
 import json
+import re
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from holdover.state.layout import Layout
 
 FORMAT = "holdover-segment/1"
 NO_CHECKSUM = "0" * 64
+CHECKSUM = re.compile("[0-9a-f]{64}")
 MAX_HEADER_BYTES = 1 << 20
 SAFETENSORS_NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
@@ -207,8 +209,8 @@ def parse_header(start_of_file: memoryview | bytes) -> tuple[SegmentHeader, dict
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedSegment(f"the header cannot be read ({type(error).__name__})") from error
-    if not 0 <= header.start <= header.end or len(header.address) != 32:
-        raise DamagedSegment("the header's positions or address make no sense")
+    if not 0 <= header.start <= header.end or len(header.address) != 32 or not CHECKSUM.fullmatch(checksum):
+        raise DamagedSegment("the header's positions, address or checksum make no sense")
     return header, entries, 8 + length, checksum
 
 

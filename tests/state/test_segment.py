@@ -164,3 +164,16 @@ def test_another_format_is_told_from_damage() -> None:
     content = buffer.numpy().tobytes().replace(b"holdover-segment/1", b"holdover-segment/2")
     with pytest.raises(OtherFormat, match="holdover-segment/2"):
         decode(torch.frombuffer(bytearray(content), dtype=torch.uint8), LAYOUT, "model", header.name)
+
+
+@pytest.mark.parametrize("checksum", ["\\udc00", "\\u00e9", "0" * 63, "g" * 64, ""])
+def test_a_checksum_that_is_none_is_refused(checksum: str) -> None:
+    """A lone surrogate is JSON, and no text: found by the test above."""
+    buffer, header, _ = rows_segment()
+    content = buffer.numpy().tobytes()
+    length = int.from_bytes(content[:8], "little")
+    entries = json.loads(content[8 : 8 + length])
+    entries["__metadata__"]["checksum"] = "CHECKSUM"
+    made = json.dumps(entries, separators=(",", ":")).replace("CHECKSUM", checksum).encode()
+    with pytest.raises(DamagedSegment):
+        decode(resealed(made, content[8 + length :], checksum=False), LAYOUT, "model", header.name)
