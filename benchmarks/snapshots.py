@@ -72,7 +72,7 @@ def policies(unit: int) -> list[Policy]:
             known=known,
             boundaries=boundaries,
             spacing=max(1, spacing // unit),
-            recurrent=True,
+            resumes_anywhere=False,
         )
 
     def grid(step: int) -> Callable[[int, int, int, list[int]], Iterable[int]]:

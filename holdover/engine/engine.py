@@ -18,10 +18,10 @@ from holdover.engine.text import NoText, StopStrings, TextDecoder
 from holdover.models.base import Model
 from holdover.state.address import AddressChain, address_key, as_tokens
 from holdover.state.integrity import check_integrity
-from holdover.state.node import Match, path_to
+from holdover.state.node import Match, Saved, path_to
 from holdover.state.policy import ResponseReturns
 from holdover.state.pool import DevicePool
-from holdover.state.segment import Kind
+from holdover.state.segment import Kind, state_bytes
 from holdover.state.tree import PrefixTree
 from holdover.store.audit import TierAudit
 from holdover.store.planning import SaveContext, SavePlanner, plan_delta
@@ -55,7 +55,7 @@ class Engine:
         self.pool = pool
         self.tree = tree
         self.store = store
-        self.holdings = Holdings(tree, pool)
+        self.holdings = Holdings(tree, pool, max_batch_tokens)
         self.scheduler = Scheduler(self.holdings, max_batch_tokens, snapshot_spacing)
         self.runner = Runner(model, pool)
         self.returns = ResponseReturns()
@@ -75,7 +75,7 @@ class Engine:
             return
         prompt = as_tokens(np.frombuffer(request.prompt, dtype="<u4"))
         sampling = request.sampling
-        most = (len(prompt) + sampling.max_tokens) * self.pool.slots_per_token + self.pool.slots_per_snapshot
+        most = self.holdings.slots_for(len(prompt) + sampling.max_tokens)
         self.counters.requests += 1
         if most > self.pool.num_slots:
             self._fail(
@@ -167,6 +167,7 @@ class Engine:
         works = self.scheduler.plan(self._preempt)
         if works:
             self._run(works)
+        self._delete(self.tree.take_forgotten())
         events, self._events = self._events, []
         return events, bool(works)
 
@@ -182,7 +183,10 @@ class Engine:
             self._learn_from(sequence, match)
             if self.store.tiers:
                 path = path_to(sequence.node)[::-1]
-                names = [saved.name for each in path for saved in (each.snapshot, each.rows) if saved is not None]
+                names = [
+                    saved.name for each in path for saved in (each.snapshot, *each.windows_saved, each.rows)
+                    if saved is not None
+                ]  # fmt: skip
                 self.store.touch(names)
         for job in admission.loads:
             self.store.load(job)
@@ -206,13 +210,15 @@ class Engine:
         sequence.returns_checked = True
 
     def _run(self, works: list[Work]) -> None:
+        for work in works:
+            self.holdings.feed(work.sequence, work.num_tokens)
         logits = self.runner.run(works)
         self.counters.steps += 1
         ready: list[int] = []
         for i, work in enumerate(works):
             sequence = work.sequence
             computed = max(0, min(sequence.position + work.num_tokens, sequence.prompt_end) - sequence.position)
-            sequence.position += work.num_tokens
+            self.holdings.advance(sequence, work.num_tokens)
             sequence.usage.computed += computed
             self.counters.prompt_tokens_computed += computed
             self._reached(sequence, work)
@@ -230,17 +236,14 @@ class Engine:
             self._keep_snapshot(sequence, boundary=position in sequence.request.boundaries)
             if position == sequence.prompt_end:
                 self._save(sequence)
-        elif not self.tree.layout.recurrent and work.num_tokens and position <= sequence.prompt_end:
+        elif self.tree.layout.resumes_anywhere and work.num_tokens and position <= sequence.prompt_end:
             self.holdings.publish(sequence, generated=False)
 
     def _keep_snapshot(self, sequence: Sequence, boundary: bool = False) -> None:
         if self.holdings.keep_snapshot(sequence, boundary):
             self.counters.snapshots_kept += 1
             assert sequence.node is not None
-            for saved in self.tree.thin(sequence.node):
-                self.store.delete(saved)
-                for audit in self.audits.values():
-                    audit.removed(saved.name)
+            self._delete(self.tree.thin(sequence.node))
         else:
             self.counters.snapshots_skipped += 1
 
@@ -282,7 +285,7 @@ class Engine:
     def _finish(self, sequence: Sequence) -> None:
         """The last token is chosen (and not fed): keep what the next turn may need."""
         if sequence.position > sequence.prompt_end and self.returns.keep_next():
-            self.holdings.publish(sequence, generated=True)
+            self.holdings.publish(sequence, generated=True, goes_on=False)
             self._keep_snapshot(sequence)
             self._save(sequence)
         self._end(sequence)
@@ -293,7 +296,7 @@ class Engine:
 
     def _preempt(self, sequence: Sequence) -> None:
         """Give a running sequence's place to others: what it computed is published and saved, and it waits again."""
-        self.holdings.publish(sequence, generated=sequence.position > sequence.prompt_end)
+        self.holdings.publish(sequence, generated=sequence.position > sequence.prompt_end, goes_on=False)
         self._keep_snapshot(sequence)
         self._save(sequence)
         self.holdings.let_go(sequence)
@@ -302,7 +305,14 @@ class Engine:
 
     # Saving and loading
 
+    def _delete(self, segments: list[Saved]) -> None:
+        for saved in segments:
+            self.store.delete(saved)
+            for audit in self.audits.values():
+                audit.removed(saved.name)
+
     def _save(self, sequence: Sequence) -> None:
+        self._delete(self.tree.take_forgotten())  # first: what is saved now may go by the same name
         if not self.store.tiers or sequence.node is None:
             return
         context = SaveContext(
@@ -332,9 +342,8 @@ class Engine:
             counters.bytes_saved += nbytes
             new_bytes = done.state_bytes
             if tier in self.audits:
-                is_rows = job.header.kind is Kind.ROWS
-                each = self.tree.layout.bytes_per_token if is_rows else self.tree.layout.bytes_per_snapshot
-                new_bytes = self.audits[tier].added(job.saved, job.prefix, job.header.space) * each
+                new_positions = self.audits[tier].added(job.saved, job.prefix, job.header.space)
+                new_bytes = new_positions * state_bytes(self.tree.layout, job.header.kind)
             counters.bytes_new_state += new_bytes
         for name, tier in done.evicted:
             self._evicted(name, tier)

@@ -106,7 +106,7 @@ def build_engine(config: EngineConfig, inbox: Inbox, plan_saves: SavePlanner) ->
         found = recover(tree, disk, model.fingerprint)
         if found.rows or found.foreign or found.unusable:
             notes.append(
-                f"disk tier: {found.rows} row and {found.snapshots} snapshot segments are back"
+                f"disk tier: {found.rows} row, {found.snapshots} snapshot and {found.windows} window segments are back"
                 + (f"; {found.foreign} of other models" if found.foreign else "")
                 + (f"; {found.unusable} can't be used" if found.unusable else "")
             )
@@ -118,11 +118,7 @@ def facts(engine: Engine, notes: list[str]) -> Ready:
     model, pool = engine.model, engine.pool
     return Ready(
         context_length=model.context_length,
-        max_request_tokens=(
-            min(model.context_length, pool.num_slots - pool.slots_per_snapshot)
-            if pool.slots_per_token
-            else model.context_length
-        ),
+        max_request_tokens=engine.holdings.longest_request(model.context_length),
         vocab_size=model.vocab_size,
         eos_token_ids=sorted(model.eos_token_ids),
         bytes_per_token=model.layout.bytes_per_token,

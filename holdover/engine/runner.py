@@ -35,7 +35,7 @@ class Runner:
         return self.model.logits(last_hidden[torch.tensor(rows, device=device)])[: len(works)]
 
     def _batch(self, works: list[Work]) -> Batch:
-        device = self.model.device
+        device, windowed = self.model.device, self.pool.slots_per_window_row > 0
         ids, positions, slots, sequences = [], [], [], []
         for work in works:
             sequence = work.sequence
@@ -45,7 +45,10 @@ class Runner:
             slots.append(sequence.table[first:last])
             table = torch.from_numpy(sequence.table[:last]).to(device)
             assert sequence.live_row is not None
-            sequences.append(BatchSequence(table, work.num_tokens, sequence.live_row))
+            window = None
+            if windowed:
+                window = torch.from_numpy(sequence.window[sequence.window_start : last]).to(device)
+            sequences.append(BatchSequence(table, work.num_tokens, sequence.live_row, window))
         padding = np.zeros(self._padding(sum(work.num_tokens for work in works)), dtype=np.int64)
         return Batch(
             torch.from_numpy(np.concatenate([*ids, padding]).astype(np.int64)).to(device),

@@ -73,7 +73,7 @@ class Scheduler:
                 known=match.known,
                 boundaries=sequence.request.boundaries,
                 spacing=self.snapshot_spacing,
-                recurrent=tree.layout.recurrent,
+                resumes_anywhere=tree.layout.resumes_anywhere,
             )
             if job is not None:
                 sequence.status = Status.LOADING

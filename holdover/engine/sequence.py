@@ -28,7 +28,10 @@ class Sequence:
 
     tokens: uint32 [capacity], of which `length` count. position: tokens whose state is in place. table: int64
     [capacity], slots of the first `allocated` tokens; those before `shared` belong to the tree (leased through
-    `node`), the others to the sequence. stops: positions, ascending, at which prefill keeps a snapshot.
+    `node`), the others to the sequence. window: int64 [capacity, slots_per_window_row], slots of the window rows of
+    tokens `[window_start, position)`; those before `window_shared` belong to the tree; window_spare: the sequence's
+    window rows that hold nothing yet, or nothing of use any more. stops: positions, ascending, at which prefill
+    keeps a snapshot.
     """
 
     request: Generate
@@ -50,6 +53,10 @@ class Sequence:
     shared: int = 0
     allocated: int = 0
     table: Slots = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    window: Slots = field(default_factory=lambda: np.empty((0, 0), dtype=np.int64))
+    window_start: int = 0
+    window_shared: int = 0
+    window_spare: list[Slots] = field(default_factory=list)
     spare: Slots | None = None
     live_row: int | None = None
     stops: list[int] = field(default_factory=list)

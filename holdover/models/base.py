@@ -16,11 +16,14 @@ class BatchSequence:
     """One sequence's part of a batch.
 
     table: int64 [position + tokens], the slots of all its tokens, the new ones last. live_row: its live state.
+    window: int64 [keys, slots_per_window_row], the slots of the window rows of its last tokens, the new ones last; as
+    many of the older ones as any token reads. None for models without sliding windows.
     """
 
     table: torch.Tensor
     num_new: int
     live_row: int
+    window: torch.Tensor | None = None
 
 
 @dataclass(slots=True)

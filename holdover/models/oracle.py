@@ -12,10 +12,15 @@ pseudorandom number generators", OOPSLA 2014) and `K[n] = mix(seed + n * GOLDEN)
     o[j]  = mix(K6 + sum of h[j] * L over the lanes)                           0 without recurrent layers
     a[j]  = mix(o[j] + t[j] * K7 + j * K8)                                     token state, 64 bits
     b[j]  = mix(sum of mix(a[i] + i * K9) for i <= j)                          token state, 64 bits as two of 32
-    d[j]  = mix(o[j] + sum of mix(b[i] + i * K10) for i <= j)                  the hidden vector: its eight bytes
+    d[j]  = mix(o[j] + sum of mix(b[i] + i * K10) for i <= j)
+    w[j]  = mix(d[j] + t[j] * K11 + j * K12)                                   window row, 64 bits
+    e[j]  = mix(d[j] + sum of mix(w[i] + i * K13) for j - W < i <= j)
+    v[j]  = e[j], mix(e[j])                                                    window row, 128 bits as four of 32
+    f[j]  = mix(e[j] + sum of mix(v[i] . (1, K14) + i * K15) for j - W < i <= j)  the hidden vector: its eight bytes
 
-with `L[lane] = mix((lane + 1) * K5)`. Kinds without token state leave the sums out. The score of token `v` is
-`mix(d[j] + v * GOLDEN) >> 43`.
+with `L[lane] = mix((lane + 1) * K5)` and a sliding window of W = 24 tokens. Kinds without token state leave the sums
+over all tokens out (`d[j] = mix(o[j])`), kinds without sliding windows have `f[j] = d[j]`. The score of token `v` is
+`mix(f[j] + v * GOLDEN) >> 43`.
 """
 
 from dataclasses import dataclass
@@ -39,6 +44,7 @@ GOLDEN = 0x9E3779B97F4A7C15
 DECAY = 0xD1342543DE82EF95
 LANES = 4
 TAIL = 3
+WINDOW = 24
 SCORE_SHIFT = 43
 
 Words = NDArray[np.uint64]
@@ -48,14 +54,18 @@ Words = NDArray[np.uint64]
 class OracleKind:
     """Which kinds of state an oracle has."""
 
-    attention: bool
-    recurrent: bool
+    attention: bool = False
+    recurrent: bool = False
+    window: bool = False
 
 
 KINDS = {
     "hybrid": OracleKind(attention=True, recurrent=True),
-    "dense": OracleKind(attention=True, recurrent=False),
-    "recurrent": OracleKind(attention=False, recurrent=True),
+    "dense": OracleKind(attention=True),
+    "recurrent": OracleKind(recurrent=True),
+    "sliding": OracleKind(window=True),
+    "mixed": OracleKind(attention=True, window=True),
+    "everything": OracleKind(attention=True, recurrent=True, window=True),
 }
 
 
@@ -73,6 +83,14 @@ def _powers(base: int, count: int) -> Words:
         return np.cumprod(steps, dtype=np.uint64)
 
 
+def _sliding_sums(x: Words, count: int) -> Words:
+    """For each of the last `count` of `x`, the sum of the WINDOW that end with it (fewer at the beginning)."""
+    sums = np.concatenate([np.zeros(1, dtype=np.uint64), np.cumsum(x, dtype=np.uint64)])
+    ends = np.arange(len(x) - count + 1, len(x) + 1)
+    result: Words = sums[ends] - sums[np.maximum(ends - WINDOW, 0)]
+    return result
+
+
 class Oracle:
     """An oracle of one kind. Runs on the CPU, in float32 only as far as its last hidden vector goes."""
 
@@ -83,7 +101,7 @@ class Oracle:
         self.context_length = CONTEXT_LENGTH
         self.eos_token_ids = frozenset([END_OF_TURN])
         self.device = torch.device("cpu")
-        steps = np.arange(1, 12, dtype=np.uint64) * np.uint64(GOLDEN) + np.uint64(seed)
+        steps = np.arange(1, 17, dtype=np.uint64) * np.uint64(GOLDEN) + np.uint64(seed)
         self._k = mix(steps)
         self._lanes = mix(np.arange(1, LANES + 1, dtype=np.uint64) * self._k[5])
         self._scores = np.arange(VOCAB_SIZE, dtype=np.uint64) * np.uint64(GOLDEN)
@@ -106,6 +124,12 @@ class Oracle:
                 ),
                 ArraySpec(LAST_HIDDEN, (8,), torch.float32),
             ),
+            window_arrays=(
+                (ArraySpec("layers.3.w", (1,), torch.int64), ArraySpec("layers.4.v", (4,), torch.int32))
+                if self.kind.window
+                else ()
+            ),
+            window=WINDOW - 1 if self.kind.window else 0,
         )
         self.fingerprint = self.layout.fingerprint(f"oracle-{seed}", {"model_type": "oracle", "kind": kind})
 
@@ -114,7 +138,10 @@ class Oracle:
         tokens = batch.token_ids.numpy().astype(np.uint64)
         out = np.empty((batch.num_tokens, 8), dtype=np.float32)
         for (first, last), sequence in zip(batch.bounds, batch.sequences, strict=True):
-            digest = self._feed(tokens[first:last], sequence.table.numpy(), sequence.live_row, pool)
+            fed = tokens[first:last]
+            digest = self._feed(fed, sequence.table.numpy(), sequence.live_row, pool)
+            if sequence.window is not None:
+                digest = self._slide(digest, fed, len(sequence.table), sequence.window.numpy(), pool)
             out[first:last] = digest[:, None].view(np.uint8)
         return torch.from_numpy(out)
 
@@ -134,6 +161,19 @@ class Oracle:
         b_rows[table[start:]] = mix(sums[start:]).view(np.int32).reshape(count, 2)
         b = np.ascontiguousarray(b_rows[table]).view(np.uint64)[:, 0]
         return mix(o + np.cumsum(mix(b + places * k[10]), dtype=np.uint64)[start:])
+
+    def _slide(self, d: Words, tokens: Words, length: int, window: NDArray[np.int64], pool: DevicePool) -> Words:
+        """Digests after the layers with sliding windows. window: slots of the last rows, int64 [keys, pages]."""
+        k, count = self._k, len(tokens)
+        places = np.arange(length - len(window), length, dtype=np.uint64)
+        (w_page, w_view), (v_page, v_view) = pool.window_views["layers.3.w"], pool.window_views["layers.4.v"]
+        w_rows, v_rows = w_view.numpy(), v_view.numpy()
+        w_rows[window[-count:, w_page], 0] = mix(d + tokens * k[11] + places[-count:] * k[12]).view(np.int64)
+        w = w_rows[window[:, w_page], 0].view(np.uint64)
+        e = mix(d + _sliding_sums(mix(w + places * k[13]), count))
+        v_rows[window[-count:, v_page]] = np.stack([e, mix(e)], axis=1).view(np.int32)
+        v = np.ascontiguousarray(v_rows[window[:, v_page]]).view(np.uint64)
+        return mix(e + _sliding_sums(mix(v[:, 0] + v[:, 1] * k[14] + places * k[15]), count))
 
     def _recurrent(self, tokens: Words, live_row: int, pool: DevicePool) -> Words:
         k, count = self._k, len(tokens)

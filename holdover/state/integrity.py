@@ -9,7 +9,8 @@ from holdover.state.tree import PrefixTree
 def check_integrity(tree: PrefixTree, other_slots: Slots | None = None) -> None:
     """Raise AssertionError if any invariant is broken. `other_slots` are those that sequences own themselves."""
     held = [tree.pool.free_slots()] if other_slots is None else [tree.pool.free_slots(), other_slots]
-    listed, leaves, superseded, unleased_tokens, leased_snapshots = tree.books()
+    listed, leaves, superseded, unleased_tokens, unleased_window_rows, leased_snapshots = tree.books()
+    window = tree.layout.window
     num_nodes = -tree.num_roots
     for node in tree.nodes():
         num_nodes += 1
@@ -36,15 +37,25 @@ def check_integrity(tree: PrefixTree, other_slots: Slots | None = None) -> None:
             leased_snapshots -= node.snapshot_leases > 0
             assert len(node.snapshot_slots) == tree.pool.slots_per_snapshot
             held.append(node.snapshot_slots)
-        for saved in (node.rows, node.snapshot):
+        if node.window is not None:
+            unleased_window_rows -= len(node.window) if node.leases == 0 else 0
+            assert node.slots is not None, "window rows of tokens whose rows are not on the device"
+            assert 0 < len(node.window) <= min(window, len(node.tokens)), "more window rows than can be of use"
+            held.append(node.window.reshape(-1))
+        for saved in (node.rows, node.snapshot, *node.windows_saved):
             if saved is not None:
                 assert node in tree.holders(saved), "a saved segment does not know its holder"
         if node.rows is not None:
             assert node.rows.start <= node.start and node.end <= node.rows.end, "rows outside their segment"
         if node.snapshot is not None:
             assert node.snapshot.end == node.end, "a snapshot of another position"
+        for saved in node.windows_saved:
+            assert saved.start < node.end and node.start < saved.end, "window rows of another node"
+        ends = [saved.end for saved in node.windows_saved]
+        assert ends == sorted(ends, reverse=True), "saved windows out of order"
     assert num_nodes == tree.num_nodes, "nodes miscounted"
     assert unleased_tokens == 0, "tokens without a lease miscounted"
+    assert unleased_window_rows == 0, "window rows without a lease miscounted"
     assert leased_snapshots == 0, "leased snapshots miscounted"
     slots = np.concatenate(held)
     assert len(np.unique(slots)) == len(slots) == tree.pool.num_slots, "a slot is lost or used twice"

@@ -1,5 +1,6 @@
 """What the prefix tree is made of: nodes, the saved segments that they refer to, and matches."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -36,10 +37,12 @@ class Saved:
 class Node:
     """Tokens `[start, end)` of one prefix.
 
-    packed: the tokens as bytes, for comparing. leases: sequences and copies that may read the rows; snapshot_leases:
-    copies that may read the kept snapshot. loading: the load that will fill this node's rows, while it runs (its
-    sequence leases the node). generated: a response that no prompt has contained so far. boundary: a message boundary,
-    kept when thinning. device_children, generated_children: how many of the children are on the device, generated.
+    packed: the tokens as bytes, for comparing. window: window rows on the device, those of the node's last tokens,
+    int64 [rows, slots_per_window_row]; windows_saved: segments that hold window rows of it, the last first. leases:
+    sequences and copies that may read the rows; snapshot_leases: copies that may read the kept snapshot. loading: the
+    load that will fill this node's rows, while it runs (its sequence leases the node). generated: a response that no
+    prompt has contained so far. boundary: a message boundary, kept when thinning. device_children, generated_children:
+    how many of the children are on the device, generated.
     """
 
     parent: "Node | None"
@@ -52,6 +55,8 @@ class Node:
     rows: Saved | None = None
     snapshot_slots: Slots | None = None
     snapshot: Saved | None = None
+    window: Slots | None = None
+    windows_saved: list[Saved] = field(default_factory=list)
     leases: int = 0
     snapshot_leases: int = 0
     loading: object | None = None
@@ -85,6 +90,28 @@ class Node:
     @property
     def snapshot_available(self) -> bool:
         return self.snapshot_slots is not None or (self.snapshot is not None and bool(self.snapshot.tiers))
+
+    @property
+    def window_start(self) -> int:
+        """Position of the first window row that is on the device; the node's end if none is."""
+        return self.end - (0 if self.window is None else len(self.window))
+
+    def window_to_load(self, first: int) -> list[tuple[Saved, int, int]]:
+        """What makes the window rows whole from position `first` on: (segment, first, last) of each part that is not
+        on the device, the last part first. Ends where no tier goes on."""
+        parts = []
+        first, start = max(first, self.start), self.window_start
+        for saved in self.windows_saved:
+            if start > first and saved.tiers and saved.start < start <= saved.end:
+                parts.append((saved, max(saved.start, first), start))
+                start = parts[-1][1]
+        return parts
+
+    @property
+    def window_from(self) -> int:
+        """First position from which the window rows are whole up to the node's end, on the device or saved."""
+        parts = self.window_to_load(self.start) if self.windows_saved else ()
+        return parts[-1][1] if parts else self.window_start
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,3 +147,17 @@ def path_to(node: Node) -> list[Node]:
         path.append(node)
         node = node.parent
     return path[::-1]
+
+
+def live_windows(node: Node, window: int) -> Iterator[tuple[Node, int]]:
+    """From `node` up to the root's child: each node with the first position of it whose window row is still of use.
+
+    A row is of use to whoever goes on where `node` ends, at a kept snapshot, or below a branch: `window` rows before
+    such a position, and all from there on to the next.
+    """
+    live = node.end - window
+    while node.parent is not None:
+        if node.snapshot_available or len(node.children) > 1:
+            live = node.end - window
+        yield node, max(node.start, live)
+        node = node.parent

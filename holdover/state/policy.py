@@ -6,17 +6,17 @@ NEWEST_SNAPSHOTS_KEPT = 2
 
 
 def prefill_stops(
-    *, start: int, prompt_end: int, known: int, boundaries: Iterable[int], spacing: int, recurrent: bool
+    *, start: int, prompt_end: int, known: int, boundaries: Iterable[int], spacing: int, resumes_anywhere: bool
 ) -> list[int]:
     """Positions in `(start, prompt_end]` at which a prefill stops to keep a snapshot, ascending.
 
-    `known` is how far the tree knows the prompt's tokens; where that is past `start`, it is a branch point. Models
-    without recurrent state resume anywhere, so for them only the prompt's end is kept (its last hidden vector).
+    `known` is how far the tree knows the prompt's tokens; where that is past `start`, it is a branch point. For
+    models that can resume at any position with rows, only the prompt's end is kept (its last hidden vector).
     """
     if start >= prompt_end:
         return []
     stops = {prompt_end}
-    if recurrent:
+    if not resumes_anywhere:
         stops.update(range(start + spacing, prompt_end, spacing))
         stops.update(position for position in (known, *boundaries) if start < position < prompt_end)
     return sorted(stops)

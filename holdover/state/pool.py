@@ -1,8 +1,9 @@
 """The device pool: all state kept on the device, under one byte budget.
 
-The budget is cut into equal slots of `bytes_per_token` bytes. A token's state takes one slot; a snapshot takes as many
-slots as its bytes need, anywhere. So there is one budget for all kinds of state, no fixed split, and no fragmentation.
-Models without token state (`slots_per_token` 0) keep no rows: their tokens take no slots, and "rows" are in name only.
+The budget is cut into equal slots of the layout's `slot_bytes`. A token row takes one slot; a window row takes one for
+each of its pages, a snapshot as many as its bytes need, all of them anywhere. So there is one budget for all kinds of
+state, no fixed split, and no fragmentation. Models without token state (`slots_per_token` 0) keep no token rows: their
+tokens take no slots, and "rows" are in name only.
 Beside the slots lie the live states: one row per running sequence, updated in place by the model at every step.
 """
 
@@ -15,25 +16,26 @@ from holdover.state.layout import Layout
 
 Slots = NDArray[np.int64]
 
-MIN_SLOT_BYTES = 1024  # of models with no token state: a slot still needs a size
-
 
 class DevicePool:
     """Slots and live states of one engine.
 
-    arena: uint8 [num_slots, slot_bytes]. live: uint8 [max_running, live_bytes], a snapshot row per running sequence.
+    arena: uint8 [num_slots, slot_bytes]. window_views: for each window array, the page that it lies in and its view of
+    the arena: a row with the slots `pages`, [slots_per_window_row], has it at `view[pages[page]]`. live: uint8
+    [max_running, live_bytes], a snapshot row per running sequence.
     Raises HoldoverError if the budget cannot hold even the live states and one slot.
     """
 
     def __init__(self, layout: Layout, budget_bytes: int, max_running: int, device: torch.device) -> None:
         self.layout = layout
         self.budget_bytes = budget_bytes
-        self.slot_bytes = layout.bytes_per_token or MIN_SLOT_BYTES
+        self.slot_bytes = layout.slot_bytes
         self.slots_per_token = 1 if layout.bytes_per_token else 0
+        self.slots_per_window_row = len(layout.window_pages)
         self.slots_per_snapshot = -(-layout.bytes_per_snapshot // self.slot_bytes)
         self.live_bytes = self.slots_per_snapshot * self.slot_bytes
         self.num_slots = (budget_bytes - max_running * self.live_bytes) // self.slot_bytes
-        if self.num_slots < self.slots_per_snapshot + self.slots_per_token:
+        if self.num_slots < self.slots_per_snapshot + self.slots_per_token + self.slots_per_window_row:
             raise HoldoverError(
                 f"device memory of {budget_bytes:,} bytes is too small: {max_running} running sequences take "
                 f"{max_running * self.live_bytes:,} bytes and each kept token {self.slot_bytes:,}. "
@@ -42,6 +44,11 @@ class DevicePool:
         self.arena = torch.zeros(self.num_slots, self.slot_bytes, dtype=torch.uint8, device=device)
         self.live = torch.zeros(max_running, self.live_bytes, dtype=torch.uint8, device=device)
         self.token_views = {part.spec.name: part.view(self.arena) for part in layout.token_fields}
+        self.window_views = {
+            part.spec.name: (index, part.view(self.arena))
+            for index, page in enumerate(layout.window_pages)
+            for part in page.fields
+        }
         self.live_views = {part.spec.name: part.view(self.live) for part in layout.snapshot_fields}
         # On the CPU, copies go through numpy: PyTorch would start a team of threads for each thread that copies, and
         # the teams would spin against the model's.
@@ -94,6 +101,15 @@ class DevicePool:
         if self.slots_per_token:
             self.free(slots)
 
+    def allocate_window(self, count: int) -> Slots | None:
+        """Take slots for `count` window rows, [count, slots_per_window_row]; None if too few are free."""
+        slots = self.allocate(count * self.slots_per_window_row)
+        return None if slots is None else slots.reshape(count, self.slots_per_window_row)
+
+    def free_window(self, slots: Slots) -> None:
+        """Give back slots of window rows, [count, slots_per_window_row]."""
+        self.free(slots.reshape(-1))
+
     def free_slots(self) -> Slots:
         """The free slots (a copy), for integrity checks."""
         return self._free[: self._num_free].copy()
@@ -108,21 +124,43 @@ class DevicePool:
         """Copy token rows to `place`: uint8 [len(slots), bytes_per_token], on the CPU."""
         if not self.slots_per_token:
             return
-        if self._host is None:
-            place.copy_(self.read_rows(slots))
-        else:
-            self._host.take(slots, axis=0, out=place.numpy(), mode="clip")
+        self._copy(slots, place)
 
     def write_rows(self, slots: Slots, rows: torch.Tensor) -> None:
         """Copy in token rows: uint8 [len(slots), bytes_per_token]."""
         if self.slots_per_token:
             self._write(slots, rows)
 
-    def _write(self, slots: Slots, rows: torch.Tensor) -> None:
+    def copy_window(self, slots: Slots, place: torch.Tensor) -> None:
+        """Copy window rows to `place`: uint8 [rows, bytes_per_window_row]. slots: [rows, slots_per_window_row]."""
+        for index, page in enumerate(self.layout.window_pages):
+            self._copy(slots[:, index], place[:, page.start : page.start + page.nbytes])
+
+    def write_window(self, slots: Slots, rows: torch.Tensor) -> None:
+        """Copy in window rows: uint8 [rows, bytes_per_window_row]. slots: [rows, slots_per_window_row]."""
+        for index, page in enumerate(self.layout.window_pages):
+            self._write(slots[:, index], rows[:, page.start : page.start + page.nbytes])
+
+    def _copy(self, slots: Slots, place: torch.Tensor) -> None:
+        """Copy the first bytes of slots to `place`: uint8 [len(slots), bytes]."""
+        nbytes = place.shape[1]
         if self._host is None:
-            self.arena.index_copy_(0, torch.from_numpy(slots).to(self.arena.device), rows.to(self.arena.device))
+            place.copy_(self.read_rows(slots)[:, :nbytes])
+        elif nbytes == self.slot_bytes and place.is_contiguous():
+            self._host.take(slots, axis=0, out=place.numpy(), mode="clip")
         else:
+            place.numpy()[:] = self._host[slots, :nbytes]
+
+    def _write(self, slots: Slots, rows: torch.Tensor) -> None:
+        """Copy in the first bytes of slots: uint8 [len(slots), bytes]."""
+        nbytes = rows.shape[1]
+        if self._host is None:
+            index = torch.from_numpy(np.ascontiguousarray(slots)).to(self.arena.device)
+            self.arena[:, :nbytes].index_copy_(0, index, rows.to(self.arena.device))
+        elif nbytes == self.slot_bytes:
             self._host[slots] = rows.numpy()
+        else:
+            self._host[slots, :nbytes] = rows.numpy()
 
     def copy_snapshot(self, slots: Slots, place: torch.Tensor) -> None:
         """Copy a kept snapshot to `place`: uint8 [bytes_per_snapshot], on the CPU."""

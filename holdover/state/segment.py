@@ -1,7 +1,8 @@
 """Segments: saved state as one safetensors file each, complete and unaltered or refused.
 
 A *rows* segment holds the token state of tokens `[start, end)` of one prefix, and these token ids. A *snapshot* segment
-holds the snapshot state at `end`. They are kept apart because they live unlike lives: see docs/design/segments.md.
+holds the snapshot state at `end`, a *window* segment the sliding-window rows of `[start, end)`. They are kept apart
+because they live unlike lives: see docs/design/segments.md.
 The format is in docs/format.md. Encoding makes one buffer and one copy; decoding makes none.
 """
 
@@ -18,9 +19,10 @@ import torch
 from blake3 import blake3
 
 from holdover.state.address import Tokens
-from holdover.state.layout import Layout
+from holdover.state.layout import ArraySpec, Layout
 
 FORMAT = "holdover-segment/1"
+WINDOW_FORMAT = "holdover-segment/2"  # of window segments, which version 1 does not have
 NO_CHECKSUM = "0" * 64
 CHECKSUM = re.compile("[0-9a-f]{64}")
 MAX_HEADER_BYTES = 1 << 20
@@ -35,6 +37,7 @@ class Kind(Enum):
 
     ROWS = "rows"
     SNAPSHOT = "snapshot"
+    WINDOW = "window"
 
 
 class DamagedSegment(Exception):
@@ -50,7 +53,8 @@ class SegmentHeader:
     """Everything about a segment but its arrays.
 
     space: address of position 0, which names the model and the tenant. parent: address of the rows segment that holds
-    token `start - 1` (for a snapshot: token `end - 1`), or `space` if there is none. A snapshot has start == end.
+    token `start - 1` (for a snapshot or window: token `end - 1`), or `space` if there is none. A snapshot has start ==
+    end.
     """
 
     kind: Kind
@@ -75,8 +79,8 @@ def segment_name(kind: Kind, address: bytes) -> str:
 class Segment:
     """A decoded segment; its arrays are views of the buffer it was decoded from.
 
-    tokens: uint32 [end - start], rows: uint8 [end - start, bytes_per_token] (rows segments); snapshot: uint8
-    [bytes_per_snapshot] (snapshot segments).
+    tokens: uint32 [end - start] (rows segments). rows: uint8 [end - start, bytes_per_token] (rows segments) or [end -
+    start, bytes_per_window_row] (window segments); snapshot: uint8 [bytes_per_snapshot] (snapshot segments).
     """
 
     header: SegmentHeader
@@ -86,12 +90,12 @@ class Segment:
 
 
 @lru_cache(maxsize=64)
-def _row_array(layout: Layout) -> tuple[str, int]:
-    """Type and length of a token row as other programs see it: the arrays' own type if they have one type only."""
-    types = {spec.dtype for spec in layout.token_arrays}
-    if len(types) == 1 and layout.bytes_per_token % (dtype := types.pop()).itemsize == 0:
-        return SAFETENSORS_NAMES[dtype], layout.bytes_per_token // dtype.itemsize
-    return "U8", layout.bytes_per_token
+def _row_array(arrays: tuple[ArraySpec, ...], nbytes: int) -> tuple[str, int]:
+    """Type and length of a row as other programs see it: the arrays' own type if they have one type only."""
+    types = {spec.dtype for spec in arrays}
+    if len(types) == 1 and nbytes % (dtype := types.pop()).itemsize == 0:
+        return SAFETENSORS_NAMES[dtype], nbytes // dtype.itemsize
+    return "U8", nbytes
 
 
 def _arrays(layout: Layout, kind: Kind, num_tokens: int) -> dict[str, object]:
@@ -105,7 +109,11 @@ def _arrays(layout: Layout, kind: Kind, num_tokens: int) -> dict[str, object]:
             }
             for part in layout.snapshot_fields
         }
-    dtype, length = _row_array(layout)
+    if kind is Kind.WINDOW:
+        nbytes = layout.bytes_per_window_row
+        dtype, length = _row_array(layout.window_arrays, nbytes)
+        return {"rows": {"dtype": dtype, "shape": [num_tokens, length], "data_offsets": [0, num_tokens * nbytes]}}
+    dtype, length = _row_array(layout.token_arrays, layout.bytes_per_token)
     rows_start = num_tokens * 4
     return {
         "tokens": {"dtype": "U32", "shape": [num_tokens], "data_offsets": [0, rows_start]},
@@ -126,13 +134,15 @@ def data_bytes(layout: Layout, kind: Kind, num_tokens: int) -> int:
     """Bytes of a segment's arrays, without its header."""
     if kind is Kind.SNAPSHOT:
         return layout.bytes_per_snapshot
+    if kind is Kind.WINDOW:
+        return num_tokens * layout.bytes_per_window_row
     return num_tokens * (4 + layout.bytes_per_token)
 
 
 @lru_cache(maxsize=256)
 def _header_bytes(header: SegmentHeader, layout: Layout, checksum: str) -> bytes:
     metadata = {
-        "format": FORMAT,
+        "format": WINDOW_FORMAT if header.kind is Kind.WINDOW else FORMAT,
         "kind": header.kind.value,
         "fingerprint": header.fingerprint,
         "space": header.space.hex(),
@@ -146,6 +156,13 @@ def _header_bytes(header: SegmentHeader, layout: Layout, checksum: str) -> bytes
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
+
+
+def state_bytes(layout: Layout, kind: Kind) -> int:
+    """Bytes of state of one position in a segment of this kind."""
+    if kind is Kind.ROWS:
+        return layout.bytes_per_token
+    return layout.bytes_per_window_row if kind is Kind.WINDOW else layout.bytes_per_snapshot
 
 
 def segment_bytes(header: SegmentHeader, layout: Layout) -> int:
@@ -174,6 +191,8 @@ def encode(
             raise ValueError("a rows segment needs the ids of exactly its tokens")
         whole[data_start : data_start + 4 * num_tokens] = np.frombuffer(tokens.tobytes(), dtype=np.uint8)
         fill(buffer[data_start + 4 * num_tokens :].view(num_tokens, layout.bytes_per_token))
+    elif header.kind is Kind.WINDOW:
+        fill(buffer[data_start:].view(num_tokens, layout.bytes_per_window_row))
     else:
         fill(buffer[data_start:])
     whole[:data_start] = np.frombuffer(blank, dtype=np.uint8)
@@ -193,8 +212,10 @@ def parse_header(start_of_file: memoryview | bytes) -> tuple[SegmentHeader, dict
     try:
         entries = json.loads(bytes(start_of_file[8 : 8 + length]))
         metadata = entries.pop("__metadata__")
-        if metadata["format"] != FORMAT:
-            raise OtherFormat(f"format {str(metadata['format'])[:40]!r}; this version reads {FORMAT}")
+        if metadata["format"] not in (FORMAT, WINDOW_FORMAT):
+            raise OtherFormat(
+                f"format {str(metadata['format'])[:40]!r}; this version reads {FORMAT} and {WINDOW_FORMAT}"
+            )
         header = SegmentHeader(
             kind=Kind(metadata["kind"]),
             fingerprint=str(metadata["fingerprint"]),
@@ -204,12 +225,16 @@ def parse_header(start_of_file: memoryview | bytes) -> tuple[SegmentHeader, dict
             start=int(metadata["start"]),
             end=int(metadata["end"]),
         )
+        if (header.kind is Kind.WINDOW) != (metadata["format"] == WINDOW_FORMAT):
+            raise DamagedSegment(f"a {header.kind.value} segment in format {metadata['format']}")
         checksum = str(metadata["checksum"])
     except DamagedSegment:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedSegment(f"the header cannot be read ({type(error).__name__})") from error
     if not 0 <= header.start <= header.end or len(header.address) != 32 or not CHECKSUM.fullmatch(checksum):
+        raise DamagedSegment("the header's positions, address or checksum make no sense")
+    if header.kind is Kind.WINDOW and header.start == header.end:
         raise DamagedSegment("the header's positions, address or checksum make no sense")
     return header, entries, 8 + length, checksum
 
@@ -225,6 +250,8 @@ def _checked_header(head: bytes, layout: Layout, fingerprint: str) -> tuple[Segm
         raise DamagedSegment(
             f"it was saved by another model or layout ({header.fingerprint[:12]}…, this is {fingerprint[:12]}…)"
         )
+    if header.kind is Kind.WINDOW and not layout.window:
+        raise DamagedSegment("it holds window rows, and this model has no sliding window")
     if entries != _arrays(layout, header.kind, header.end - header.start):
         raise DamagedSegment("its arrays are not those of this layout")
     return header, checksum, head.replace(_checksum_entry(checksum), _checksum_entry(NO_CHECKSUM))
@@ -248,6 +275,9 @@ def decode(buffer: torch.Tensor, layout: Layout, fingerprint: str, name: str) ->
         raise DamagedSegment("its checksum does not hold")
     if header.kind is Kind.SNAPSHOT:
         return Segment(header, np.empty(0, dtype="<u4"), None, buffer[data_start:])
+    if header.kind is Kind.WINDOW:
+        window = buffer[data_start:].view(num_tokens, layout.bytes_per_window_row)
+        return Segment(header, np.empty(0, dtype="<u4"), window, None)
     tokens = np.frombuffer(whole[data_start : data_start + 4 * num_tokens], dtype="<u4")
     rows = buffer[data_start + 4 * num_tokens :].view(num_tokens, layout.bytes_per_token)
     return Segment(header, tokens, rows, None)

@@ -7,18 +7,31 @@ node splits it, which moves no bytes.
 
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
+from typing import NamedTuple
 
 import numpy as np
 
 from holdover.state.address import Tokens
 from holdover.state.layout import Layout
-from holdover.state.node import Match, Node, Saved, common_length, path_to
+from holdover.state.node import Match, Node, Saved, common_length, live_windows, path_to
 from holdover.state.policy import snapshots_to_drop
 from holdover.state.pool import DevicePool, Slots
 from holdover.state.segment import Kind
 
 MOST_READ_FAILURES = 3  # of one segment: then it is given up, not its tier
 Queue = list[tuple[int, int, Node]]  # a heap of (last_used when queued, serial, node)
+
+
+class Books(NamedTuple):
+    """What a tree has counted and queued: nodes listed with a snapshot on the device, queued as leaves, and queued as
+    superseded; tokens and window rows on the device without a lease; leased snapshots."""
+
+    listed: set[Node]
+    leaves: set[Node]
+    superseded: set[Node]
+    unleased_tokens: int
+    unleased_window_rows: int
+    leased_snapshots: int
 
 
 class PrefixTree:
@@ -30,12 +43,14 @@ class PrefixTree:
         self._roots: dict[bytes, Node] = {}
         self._saved: dict[str, tuple[Saved, list[Node]]] = {}
         self._any_unreachable: set[str] = set()
+        self._forgotten: list[Saved] = []
         self._snapshots_on_device: dict[Node, None] = {}
         # Queues for eviction, checked when taken from: an entry may have been used since, or be no candidate any more.
         # A node is queued whenever it becomes a candidate.
         self._leaves: Queue = []
         self._superseded: Queue = []
         self._unleased_tokens = 0
+        self._unleased_window_rows = 0
         self._leased_snapshots = 0
         self._serial = 0
         self._uses = 0
@@ -56,7 +71,8 @@ class PrefixTree:
         node, position, whole = root, 0, True
         resume, resume_node = 0, root
         followed: bool | None = None
-        recurrent, packed = self.layout.recurrent, tokens.tobytes()
+        anywhere, window, packed = self.layout.resumes_anywhere, self.layout.window, tokens.tobytes()
+        window_from = 0  # window rows are whole from there up to `position`
         while position < len(tokens):
             child = node.children.get(tokens.item(position))
             if child is None:
@@ -67,12 +83,16 @@ class PrefixTree:
             position += len(child.tokens) if to_its_end else common_length(child.tokens, tokens[position:])
             followed = followed or child.generated or None
             whole = whole and child.rows_available
-            if whole and (not recurrent or (to_its_end and child.snapshot_available)):
+            if window and to_its_end:
+                child_from = child.window_from
+                window_from = child_from if child_from > child.start else window_from
+            kept = anywhere or (to_its_end and child.snapshot_available and window_from <= max(0, position - window))
+            if whole and kept:
                 resume, resume_node = position, child
             node = child
             if not to_its_end:
                 break
-        if not self.layout.recurrent and resume == len(tokens) > 0:
+        if anywhere and resume == len(tokens) > 0:
             ends_here = resume_node.end == resume and resume_node.snapshot_available
             if not ends_here:  # the last token must be fed for its hidden vector
                 resume -= 1
@@ -104,6 +124,7 @@ class PrefixTree:
             last_used=node.last_used,
         )
         self.num_nodes += 1
+        self._split_window(node, upper, position)
         node.parent.children[int(node.tokens[0])] = upper
         node.packed = node.packed[4 * length :]
         node.parent, node.tokens, node.start = upper, np.frombuffer(node.packed, dtype="<u4"), position
@@ -112,6 +133,19 @@ class PrefixTree:
         if node.slots is not None:
             node.slots = node.slots[length:]
         return upper
+
+    def _split_window(self, node: Node, upper: Node, position: int) -> None:
+        in_upper = position - node.window_start
+        if node.window is not None and in_upper > 0:
+            upper.window = node.window[:in_upper]
+            node.window = node.window[in_upper:] if in_upper < len(node.window) else None
+        for saved in list(node.windows_saved):
+            if saved.start < position:
+                upper.windows_saved.append(saved)
+                self._saved[saved.name][1].append(upper)
+            if saved.end <= position:
+                node.windows_saved.remove(saved)
+                self._saved[saved.name][1].remove(node)
 
     def _new_child(self, node: Node, tokens: Tokens, generated: bool = False) -> Node:
         child = Node(node, tokens.tobytes(), node.end, node.space, generated=generated)
@@ -132,6 +166,7 @@ class PrefixTree:
         while each is not None:
             if each.leases == 0 and each.slots is not None:
                 self._unleased_tokens -= len(each.slots)
+                self._unleased_window_rows -= each.end - each.window_start
             each.leases += 1
             each.last_used = uses
             each = each.parent
@@ -145,9 +180,11 @@ class PrefixTree:
             each.leases -= 1
             if each.leases == 0 and each.slots is not None:
                 self._unleased_tokens += len(each.slots)
+                self._unleased_window_rows += each.end - each.window_start
                 if each.device_children == 0:
                     self._queue(self._leaves, each)
             each = each.parent
+        self._trim_windows(node, 0)
 
     def lease_snapshot(self, node: Node) -> None:
         """Promise that the snapshot at the node's end stays on the device, if it is there."""
@@ -185,6 +222,19 @@ class PrefixTree:
                 raise AssertionError(f"rows [{each.start}, {each.end}) are not on the device")
             parts.append(each.slots)
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+    def window_of(self, node: Node, first: int) -> Slots:
+        """Slots of the window rows `[first, node.end)`, [rows, slots_per_window_row]; all must be on the device."""
+        parts = []
+        each = node
+        while each.end > first:
+            start = max(first, each.start)
+            if each.window is None or each.window_start > start:
+                raise AssertionError(f"window rows [{start}, {each.window_start}) are not on the device")
+            parts.append(each.window[start - each.window_start :])
+            assert each.parent is not None
+            each = each.parent
+        return np.concatenate(parts[::-1]) if parts else np.empty((0, self.pool.slots_per_window_row), dtype=np.int64)
 
     # Growing
 
@@ -228,6 +278,25 @@ class PrefixTree:
             if node.device_children == 0:
                 self._queue(self._leaves, node)
 
+    def hold_window(self, node: Node, first: int, slots: Slots) -> None:
+        """Take over the window rows of the path to `node` that `slots` hold, of positions from `first` on.
+
+        slots: [rows, slots_per_window_row]. Where the tree has the row on the device already, the given one is freed.
+        """
+        each = node
+        while each.end > first:
+            start = max(first, each.start)
+            mine = slots[start - first : each.end - first]
+            if len(mine):
+                assert each.slots is not None and start + len(mine) >= each.window_start, "window rows with a hole"
+                new = max(0, each.window_start - start)
+                self.pool.free_window(mine[new:])
+                if new:
+                    each.window = mine[:new] if each.window is None else np.concatenate([mine[:new], each.window])
+                    self._unleased_window_rows += new if each.leases == 0 else 0
+            assert each.parent is not None
+            each = each.parent
+
     def fill_loaded(self, node: Node, first: int, slots: Slots) -> None:
         """Rows `[first, node.end)` have been loaded into `slots`; the node may have been split meanwhile."""
         each = node
@@ -262,7 +331,8 @@ class PrefixTree:
             self._queue(self._superseded, node)
 
     def thin(self, node: Node) -> list[Saved]:
-        """Drop snapshots of the chain that ends at `node` which its newer ones make useless.
+        """Drop snapshots of the chain that ends at `node` which its newer ones make useless, and window rows that are
+        of use to none of those that are left. The caller holds one lease of the node and reads no such rows.
 
         Returns the saved segments that the tiers can delete.
         """
@@ -277,16 +347,49 @@ class PrefixTree:
                     deletable.append(each.snapshot)
                     self._saved.pop(each.snapshot.name, None)
                     each.snapshot = None
-        return deletable
+        self._trim_windows(node, 1)
+        return deletable + self._useless_windows(node)
+
+    def _trim_windows(self, node: Node, leases: int) -> None:
+        """Free window rows on the path to `node` that are of no use any more, where it has at most so many leases."""
+        if not self.layout.window:
+            return
+        for each, live in live_windows(node, self.layout.window):
+            useless = live - each.window_start
+            if each.window is None or useless <= 0 or each.leases > leases:
+                continue
+            self.pool.free_window(each.window[:useless])
+            if each.leases == 0:
+                self._unleased_window_rows -= min(useless, len(each.window))
+            each.window = each.window[useless:] if useless < len(each.window) else None
+
+    def _useless_windows(self, node: Node) -> list[Saved]:
+        """Forget saved window segments on the path to `node` of which no row is of use any more; returns them."""
+        live = dict(live_windows(node, self.layout.window)) if self.layout.window else {}
+        useless = []
+        for saved in dict.fromkeys(saved for each in live for saved in each.windows_saved):
+            holders = self._saved[saved.name][1]
+            if not saved.pending and all(live.get(each, 0) >= min(saved.end, each.end) for each in holders):
+                useless.append(saved)
+                for each in holders:
+                    each.windows_saved.remove(saved)
+                del self._saved[saved.name]
+        return useless
 
     # Tiers
 
     def register(self, saved: Saved, nodes: list[Node]) -> None:
-        """`saved` will hold the rows of `nodes` (one run of a path), or the snapshot at the end of the one node."""
+        """`saved` will hold the rows of `nodes` (one run of a path), window rows of them, or the snapshot at the end of
+        the one node."""
         known, holders = self._saved.setdefault(saved.name, (saved, []))
         for node in nodes:
             if node not in holders:
                 holders.append(node)
+            if saved.kind is Kind.WINDOW:
+                if known not in node.windows_saved:
+                    node.windows_saved.append(known)
+                    node.windows_saved.sort(key=lambda each: -each.end)
+                continue
             before = node.rows if saved.kind is Kind.ROWS else node.snapshot
             if before is not known:
                 self._forget_holder(node, before)
@@ -337,6 +440,11 @@ class PrefixTree:
             if not holders:
                 del self._saved[saved.name]
 
+    def take_forgotten(self) -> list[Saved]:
+        """Saved segments that were of use only with rows that are gone, and which the tiers can delete."""
+        forgotten, self._forgotten = self._forgotten, []
+        return forgotten
+
     def lost(self, name: str, tier: str) -> None:
         """A tier does not keep the segment `name`, or no longer."""
         entry = self._saved.get(name)
@@ -351,6 +459,8 @@ class PrefixTree:
         for node in list(holders):
             if saved.kind is Kind.ROWS:
                 node.rows = None
+            elif saved.kind is Kind.WINDOW:
+                node.windows_saved.remove(saved)
             else:
                 node.snapshot = None
             self._prune(node)
@@ -418,7 +528,11 @@ class PrefixTree:
     def evictable_slots(self) -> int:
         """Slots that `make_room` could free."""
         snapshots = len(self._snapshots_on_device) - self._leased_snapshots
-        return self._unleased_tokens * self.pool.slots_per_token + snapshots * self.pool.slots_per_snapshot
+        return (
+            self._unleased_tokens * self.pool.slots_per_token
+            + self._unleased_window_rows * self.pool.slots_per_window_row
+            + snapshots * self.pool.slots_per_snapshot
+        )
 
     def _drop_device_snapshot(self, node: Node) -> None:
         if node.snapshot_slots is not None:
@@ -431,6 +545,10 @@ class PrefixTree:
         assert node.slots is not None
         self.pool.free_rows(node.slots)
         node.slots = None
+        if node.window is not None:
+            self._unleased_window_rows -= len(node.window)
+            self.pool.free_window(node.window)
+            node.window = None
         self.num_evicted_tokens += len(node.tokens)
         self._unleased_tokens -= len(node.tokens)
         if node.parent is not None:
@@ -452,7 +570,10 @@ class PrefixTree:
             and node.loading is None
             and node.snapshot_slots is None
         ):
-            self._forget_holder(node, node.snapshot)
+            for saved in (node.snapshot, *node.windows_saved):
+                self._forget_holder(node, saved)
+                if saved is not None and saved.name not in self._saved:
+                    self._forgotten.append(saved)
             parent = node.parent
             if parent.children.get(int(node.tokens[0])) is node:
                 del parent.children[int(node.tokens[0])]
@@ -475,11 +596,13 @@ class PrefixTree:
             yield node
             stack.extend(node.children.values())
 
-    def books(self) -> tuple[set[Node], set[Node], set[Node], int, int]:
-        """What the tree has counted and queued, for integrity checks: (nodes listed with a snapshot on the device,
-        nodes queued as leaves, nodes queued as superseded, tokens on the device without a lease, leased snapshots)."""
+    def books(self) -> Books:
+        """What the tree has counted and queued, for integrity checks."""
         leaves, superseded = ({node for _, _, node in queue} for queue in (self._leaves, self._superseded))
-        return set(self._snapshots_on_device), leaves, superseded, self._unleased_tokens, self._leased_snapshots
+        return Books(
+            set(self._snapshots_on_device), leaves, superseded, self._unleased_tokens, self._unleased_window_rows,
+            self._leased_snapshots,
+        )  # fmt: skip
 
     def holders(self, saved: Saved) -> list[Node]:
         """Nodes whose state a saved segment holds."""

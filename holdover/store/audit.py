@@ -10,6 +10,7 @@ from holdover.state.address import Tokens
 from holdover.state.node import Saved
 from holdover.state.segment import Kind
 
+WINDOW_SALT = 0x5851F42D4C957F2D  # a position's window row is another thing than its row
 MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -46,6 +47,7 @@ class TierAudit:
         prefix, salt = tokens[: saved.end], int.from_bytes(space[:8], "little")
         if saved.kind is Kind.SNAPSHOT:
             return self._count(saved.name, [~position_digests(prefix, saved.end - 1)[-1] ^ salt], count_copies=False)
+        salt ^= WINDOW_SALT if saved.kind is Kind.WINDOW else 0
         digests = [digest ^ salt for digest in position_digests(prefix, saved.start)]
         return self._count(saved.name, digests, count_copies=True)
 

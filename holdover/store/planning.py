@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from holdover.state.address import AddressChain, Tokens
-from holdover.state.node import Node, Saved, path_to
+from holdover.state.node import Node, Saved, live_windows, path_to
 from holdover.state.pool import Slots
 from holdover.state.segment import Kind, SegmentHeader
 from holdover.state.tree import PrefixTree
@@ -46,7 +46,31 @@ def plan_delta(tree: PrefixTree, node: Node, context: SaveContext) -> list[SaveJ
     for each in path:
         if each.snapshot is None and each.snapshot_slots is not None and each.rows is not None:
             jobs.append(snapshot_job(tree, each, context, context.chain.address(each.end), each.rows.address))
+    return jobs + _window_jobs(tree, node, context)
+
+
+def _window_jobs(tree: PrefixTree, node: Node, context: SaveContext) -> list[SaveJob]:
+    """Jobs that save the window rows on the path to `node` that are still of use and that no segment holds."""
+    jobs: list[SaveJob] = []
+    for each, live in live_windows(node, tree.layout.window) if tree.layout.window else ():
+        if each.window is None or each.rows is None:
+            continue
+        for first, last in _uncovered(max(live, each.window_start), each.end, each.windows_saved):
+            slots = each.window[first - each.window_start : last - each.window_start]
+            jobs.append(window_job(tree, each, context, context.chain.address(last), first, last, slots))
     return jobs
+
+
+def _uncovered(first: int, last: int, segments: list[Saved]) -> list[tuple[int, int]]:
+    """The parts of `[first, last)` that none of `segments`, the last first, holds."""
+    parts = []
+    for saved in segments:
+        if last > max(first, saved.end):
+            parts.append((max(first, saved.end), last))
+        last = min(last, saved.start)
+    if last > first:
+        parts.append((first, last))
+    return parts
 
 
 def _rows_job(tree: PrefixTree, run: list[Node], context: SaveContext) -> list[SaveJob]:
@@ -76,3 +100,15 @@ def snapshot_job(tree: PrefixTree, node: Node, context: SaveContext, address: by
     tree.register(saved, [node])
     header = SegmentHeader(Kind.SNAPSHOT, context.fingerprint, context.space, address, parent, node.end, node.end)
     return SaveJob(saved, header, context.tokens[: node.end], node.snapshot_slots, node)
+
+
+def window_job(
+    tree: PrefixTree, node: Node, context: SaveContext, address: bytes, first: int, last: int, slots: Slots
+) -> SaveJob:
+    """A job that saves the window rows `[first, last)` of a node; slots: [last - first, slots_per_window_row]."""
+    assert node.rows is not None
+    saved = Saved(Kind.WINDOW, address, first, last)
+    tree.register(saved, [node])
+    parent = node.rows.address
+    header = SegmentHeader(Kind.WINDOW, context.fingerprint, context.space, address, parent, first, last)
+    return SaveJob(saved, header, context.tokens[:last], slots, node)

@@ -16,7 +16,16 @@ from holdover.errors import TierError
 from holdover.state.address import Tokens
 from holdover.state.node import Node, Saved
 from holdover.state.pool import DevicePool, Slots
-from holdover.state.segment import DamagedSegment, Kind, Segment, SegmentHeader, decode, encode, segment_bytes
+from holdover.state.segment import (
+    DamagedSegment,
+    Kind,
+    Segment,
+    SegmentHeader,
+    decode,
+    encode,
+    segment_bytes,
+    state_bytes,
+)
 from holdover.store.tier import PutStatus, Tier
 
 log = logging.getLogger(__name__)
@@ -26,7 +35,7 @@ AT_ONCE_BYTES = 4 << 20
 
 @dataclass(eq=False, slots=True)
 class SaveJob:
-    """One segment to be saved. slots: of its rows, or of its snapshot. node: leased until the job is done.
+    """One segment to be saved. slots: of its rows, its window rows or its snapshot. node: leased until the job is done.
 
     prefix: all tokens from position 0 to the segment's end.
     """
@@ -50,7 +59,7 @@ class SaveDone:
 
 @dataclass(eq=False, slots=True)
 class LoadPart:
-    """Rows `[first, last)` (positions) of one saved segment, for one node."""
+    """Rows or window rows `[first, last)` (positions) of one saved segment, for one node."""
 
     saved: Saved
     node: Node
@@ -80,7 +89,7 @@ class TierChange:
 
 @dataclass(eq=False, slots=True)
 class LoadJob:
-    """What one sequence lacks on the device: rows for tree nodes, and a snapshot for its live row.
+    """What one sequence lacks on the device: rows and window rows for tree nodes, and a snapshot for its live row.
 
     changes: what happened to segments in the tiers on the way, in order.
     """
@@ -162,6 +171,7 @@ class Store:
         self._done = done
         self._clock = clock
         self._silent_until: dict[str, float] = {}
+        self._undeleted: dict[str, set[str]] = {tier.name: set() for tier in tiers}
         self.faults = {tier.name: 0 for tier in tiers}
         self.damaged = {tier.name: 0 for tier in tiers}
         start = start_worker if tiers else None
@@ -192,7 +202,7 @@ class Store:
         if not (self.pool.on_host and nearest.immediate):
             return False
         segments = [part.saved for part in job.parts] + ([job.snapshot] if job.snapshot is not None else [])
-        nbytes = sum(len(part.slots) for part in job.parts) * self.layout.bytes_per_token
+        nbytes = sum(len(part.slots) * state_bytes(self.layout, part.saved.kind) for part in job.parts)
         return nbytes <= AT_ONCE_BYTES and all(nearest.name in each.tiers for each in segments)
 
     def has(self, name: str, tier: str) -> bool:
@@ -212,7 +222,16 @@ class Store:
         try:
             tier.delete(name)
         except TierError as error:
+            self._undeleted[tier.name].add(name)
             self._fault(tier, error)
+
+    def _remove_at_last(self, tier: Tier, wanted: str) -> None:
+        """Remove what could not be removed before; what is saved again now (`wanted`) is not to go any more."""
+        undeleted = self._undeleted[tier.name]
+        undeleted.discard(wanted)
+        for name in sorted(undeleted.copy()):  # another thread may add to it
+            tier.delete(name)
+            undeleted.discard(name)
 
     def close(self) -> None:
         """Finish what was submitted, then stop."""
@@ -227,15 +246,13 @@ class Store:
         header = job.header
         num_tokens = header.end - header.start
         # What is new to a tier is the state itself; the header, ids and checksum come on top.
-        is_rows = header.kind is Kind.ROWS
-        result.state_bytes = num_tokens * self.layout.bytes_per_token if is_rows else self.layout.bytes_per_snapshot
+        result.state_bytes = max(1, num_tokens) * state_bytes(self.layout, header.kind)
         encoded: list[torch.Tensor] = []
 
         def make() -> torch.Tensor:
             if not encoded:
-                fill = self._copy_rows if is_rows else self._copy_snapshot
-                tokens = job.prefix[header.start : header.end] if is_rows else None
-                encoded.append(encode(header, self.layout, lambda place: fill(job.slots, place), tokens))
+                tokens = job.prefix[header.start : header.end] if header.kind is Kind.ROWS else None
+                encoded.append(encode(header, self.layout, partial(self._copy, header.kind, job.slots), tokens))
             return encoded[0]
 
         nbytes = segment_bytes(header, self.layout)
@@ -243,6 +260,7 @@ class Store:
             if self._clock() < self._silent_until.get(tier.name, 0.0):
                 continue
             try:
+                self._remove_at_last(tier, header.name)
                 put = tier.put(header.name, nbytes, make)
             except TierError as error:
                 result.evicted += [(name, tier.name) for name in error.evicted]
@@ -258,11 +276,9 @@ class Store:
                 result.kept[tier.name] = 0
         self._done(result)
 
-    def _copy_rows(self, slots: Slots, place: torch.Tensor) -> None:
-        self.pool.copy_rows(slots, place)
-
-    def _copy_snapshot(self, slots: Slots, place: torch.Tensor) -> None:
-        self.pool.copy_snapshot(slots, place)
+    def _copy(self, kind: Kind, slots: Slots, place: torch.Tensor) -> None:
+        copies = {Kind.ROWS: self.pool.copy_rows, Kind.WINDOW: self.pool.copy_window}
+        copies.get(kind, self.pool.copy_snapshot)(slots, place)
 
     def _fault(self, tier: Tier, error: TierError) -> None:
         """A tier that fails is left alone for a while; serving goes on without it."""
@@ -296,7 +312,11 @@ class Store:
         assert segment.rows is not None
         start, count = segment.header.start, 0
         for part in parts:
-            self.pool.write_rows(part.slots, segment.rows[part.first - start : part.last - start])
+            rows = segment.rows[part.first - start : part.last - start]
+            if part.saved.kind is Kind.WINDOW:
+                self.pool.write_window(part.slots, rows)
+                continue
+            self.pool.write_rows(part.slots, rows)
             count += part.last - part.first
         return count
 
@@ -345,6 +365,7 @@ class Store:
     def _promote(self, name: str, buffer: torch.Tensor, nearer: list[Tier], changes: list[TierChange]) -> None:
         for tier in nearer:
             try:
+                self._remove_at_last(tier, name)
                 put = tier.put(name, len(buffer), buffer.clone)
             except TierError as error:
                 changes += [TierChange(Change.EVICTED, other, tier.name) for other in error.evicted]

@@ -23,6 +23,7 @@ class Recovery:
 
     rows: int = 0
     snapshots: int = 0
+    windows: int = 0
     foreign: int = 0
     unusable: int = 0
 
@@ -32,6 +33,7 @@ def recover(tree: PrefixTree, tier: ObjectTier, fingerprint: str) -> Recovery:
     result = Recovery()
     rows: dict[bytes, list[tuple[SegmentHeader, Tokens]]] = {}
     snapshots: list[SegmentHeader] = []
+    windows: list[SegmentHeader] = []
     for name in list(tier.scan()):
         try:
             header, tokens = _read(tier, name)
@@ -47,6 +49,8 @@ def recover(tree: PrefixTree, tier: ObjectTier, fingerprint: str) -> Recovery:
             result.foreign += 1
         elif header.kind is Kind.ROWS:
             rows.setdefault(header.parent, []).append((header, tokens))
+        elif header.kind is Kind.WINDOW:
+            windows.append(header)
         else:
             snapshots.append(header)
     ends: dict[bytes, Node] = {}
@@ -74,6 +78,16 @@ def recover(tree: PrefixTree, tier: ObjectTier, fingerprint: str) -> Recovery:
         tree.register(saved, [node])
         tree.kept(saved.name, tier.name)
         result.snapshots += 1
+    for header in windows:
+        last = ends.get(header.parent)
+        held = [each for each in path_to(last) if each.start < header.end and header.start < each.end] if last else []
+        if not held or held[-1].end < header.end:
+            unusable.append(header)
+            continue
+        saved = Saved(Kind.WINDOW, header.address, header.start, header.end)
+        tree.register(saved, held)
+        tree.kept(saved.name, tier.name)
+        result.windows += 1
     unusable += [header for left in rows.values() for header, _ in left]
     for header in unusable:
         _remove(tier, header.name)
@@ -93,7 +107,7 @@ def _read(tier: ObjectTier, name: str) -> tuple[SegmentHeader, Tokens]:
     header, _, data_start, _ = parse_header(head)
     if header.name != name:
         raise DamagedSegment("it is kept under the name of another")
-    if header.kind is Kind.SNAPSHOT:
+    if header.kind is not Kind.ROWS:
         return header, np.empty(0, dtype="<u4")
     needed = data_start + 4 * (header.end - header.start)
     if needed > len(head):

@@ -43,7 +43,7 @@ def test_the_demos_model_has_the_shape_of_kimi_linear(demo_folder: Path) -> None
     linear = CONFIG["linear_attn_config"]
     assert len(linear["kda_layers"]) == 3 * len(linear["full_attn_layers"])
     assert 20e6 < (demo_folder / "model.safetensors").stat().st_size / 2 < 30e6
-    assert model.layout.recurrent
+    assert not model.layout.resumes_anywhere
     assert len(demo_text()) > 1000
 
 

@@ -48,7 +48,7 @@ def test_one_token_less_is_right_and_reused_from_the_second_time(model: Model, l
     tokens = prompt(length, length)
     bench.ask(tokens)
     assert bench.ask(tokens[:-1]) == fresh(model, tokens[:-1], 4)
-    if not model.layout.recurrent:
+    if model.layout.resumes_anywhere:
         assert bench.usage(bench.last()).computed == 1
     assert bench.ask(tokens[:-1]) == fresh(model, tokens[:-1], 4)
     assert bench.usage(bench.last()).computed == 0
@@ -80,7 +80,7 @@ def test_a_change_in_mid_history_resumes_before_it(model: Model) -> None:
         bench.ask(turns[:end])
     edited = [*turns[:200], *prompt(7, 40)]
     assert bench.ask(edited) == fresh(model, edited, 4)
-    assert bench.usage(bench.last()).cached_tokens == (160 if model.layout.recurrent else 200)
+    assert bench.usage(bench.last()).cached_tokens == (200 if model.layout.resumes_anywhere else 160)
     assert bench.ask(turns) == fresh(model, turns, 4), "the old history is still there"
     assert bench.usage(bench.last()).computed == 0
 

@@ -5,12 +5,12 @@ from functools import lru_cache
 
 import numpy as np
 
-from holdover.models.oracle import DECAY, GOLDEN, KINDS, LANES, SCORE_SHIFT, VOCAB_SIZE
+from holdover.models.oracle import DECAY, GOLDEN, KINDS, LANES, SCORE_SHIFT, VOCAB_SIZE, WINDOW
 
 WORD = (1 << 64) - 1
 State = tuple[
-    int, tuple[int, ...], tuple[int, ...], int, int, tuple[int, ...], int
-]  # position, tail, h, sums, …, digest
+    int, tuple[int, ...], tuple[int, ...], int, int, tuple[tuple[int, int], ...], int
+]  # position, tail, h, sums, what the last tokens add to windows, digest
 REMEMBERED_EVERY = 16  # positions
 
 
@@ -26,7 +26,7 @@ class Reference:
 
     def __init__(self, kind: str, seed: int = 0) -> None:
         self.kind = KINDS[kind]
-        self.k = [mix(seed + n * GOLDEN) for n in range(1, 12)]
+        self.k = [mix(seed + n * GOLDEN) for n in range(1, 17)]
         self.lanes = [mix((lane + 1) * self.k[5]) for lane in range(LANES)]
         self.start: State = (0, (0, 0, 0), (0,) * LANES, 0, 0, (), 0)
         self._known: dict[bytes, State] = {}
@@ -47,6 +47,14 @@ class Reference:
             b = mix(mix(a_sum) + position * k[10])
             b_sum = (b_sum + b) & WORD
             digest = mix(o + b_sum)
+        if self.kind.window:
+            w = mix(digest + token * k[11] + position * k[12])
+            window = (*window, (mix(w + position * k[13]), 0))
+            e = mix(digest + sum(x for x, _ in window))
+            second = mix(e + mix(e) * k[14] + position * k[15])
+            window = (*window[:-1], (window[-1][0], second))
+            digest = mix(e + sum(x for _, x in window))
+            window = window[-(WINDOW - 1) :]
         return position + 1, (*tail[1:], token), h, a_sum, b_sum, window, digest
 
     def state_after(self, tokens: Sequence[int]) -> State:

@@ -181,7 +181,7 @@ def make_scenario(seed: int) -> Scenario:
     return scenario
 
 
-KIND_WEIGHTS = {"hybrid": 5, "dense": 3, "recurrent": 2}
+KIND_WEIGHTS = {"hybrid": 5, "dense": 3, "recurrent": 2, "mixed": 2, "sliding": 1, "everything": 2}
 
 
 def _length(rng: random.Random) -> int:

@@ -12,7 +12,7 @@ import torch
 
 from holdover.errors import TierError
 from holdover.state.segment import Kind, SegmentHeader, parse_header
-from holdover.store.audit import position_digests
+from holdover.store.audit import WINDOW_SALT, position_digests
 from holdover.store.memory import MemoryTier
 from holdover.store.objects import ObjectTier
 from holdover.store.tier import PutResult, PutStatus, Tier
@@ -177,7 +177,8 @@ class SimulatedTier:
     def _added(self, header: SegmentHeader) -> None:
         prefix, space = self.world.prefixes[header.address]
         salt = int.from_bytes(space[:8], "little")
-        if header.kind is Kind.ROWS:
+        if header.kind is not Kind.SNAPSHOT:
+            salt ^= WINDOW_SALT if header.kind is Kind.WINDOW else 0
             self.count(header.name, [digest ^ salt for digest in position_digests(prefix, header.start)])
         else:
             self.count(header.name, [~position_digests(prefix, header.end - 1)[0] ^ salt])

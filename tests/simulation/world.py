@@ -214,6 +214,11 @@ class Host:
         budget = scenario.device_slots * probe.slot_bytes + scenario.max_running * probe.live_bytes
         if not probe.slots_per_token:
             budget = (3 + scenario.device_slots // 100) * probe.live_bytes + scenario.max_running * probe.live_bytes
+        longest = scenario.longest()
+        window_rows = min(longest + 12, layout.window + scenario.max_batch_tokens) * max(
+            1, scenario.device_slots // longest
+        )
+        budget += window_rows * probe.slots_per_window_row * probe.slot_bytes
         self.pool = DevicePool(layout, budget, scenario.max_running, torch.device("cpu"))
         self.tree = PrefixTree(layout, self.pool)
         self.tiers = self._make_tiers()
@@ -230,7 +235,10 @@ class Host:
         for tier in self.tiers:
             if isinstance(tier.inner, ObjectTier) and self.life > 1:
                 found = recover(self.tree, tier, model.fingerprint)  # type: ignore[arg-type]
-                world.tell(self.name, f"starts again; finds {found.rows} rows and {found.snapshots} snapshot segments")
+                world.tell(
+                    self.name,
+                    f"starts again; finds {found.rows} rows, {found.snapshots} snapshots and {found.windows} windows",
+                )
         self.engine.check_integrity()
 
     def _make_tiers(self) -> list[SimulatedTier]:

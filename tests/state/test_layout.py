@@ -32,8 +32,8 @@ def test_arrays_lie_apart_and_are_written_in_place() -> None:
 
 
 def test_a_model_without_recurrent_arrays_can_be_resumed_anywhere() -> None:
-    assert layout().recurrent
-    assert not layout(recurrent=False).recurrent
+    assert not layout().resumes_anywhere
+    assert layout(recurrent=False).resumes_anywhere
 
 
 def test_an_array_named_twice_is_refused() -> None:

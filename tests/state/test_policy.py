@@ -9,21 +9,23 @@ POSITIONS = st.lists(st.integers(1, 10**6), unique=True, max_size=60).map(sorted
 
 
 def test_a_branch_point_gets_a_snapshot_at_the_token() -> None:
-    stops = prefill_stops(start=0, prompt_end=1946, known=560, boundaries=(), spacing=10_000, recurrent=True)
+    stops = prefill_stops(start=0, prompt_end=1946, known=560, boundaries=(), spacing=10_000, resumes_anywhere=False)
     assert stops == [560, 1946]
 
 
 def test_a_long_prefill_loses_at_most_the_spacing() -> None:
-    stops = prefill_stops(start=30, prompt_end=350, known=30, boundaries=(40, 400), spacing=100, recurrent=True)
+    stops = prefill_stops(start=30, prompt_end=350, known=30, boundaries=(40, 400), spacing=100, resumes_anywhere=False)
     assert stops == [40, 130, 230, 330, 350]
 
 
 def test_models_that_resume_anywhere_keep_only_the_prompts_end() -> None:
-    assert prefill_stops(start=0, prompt_end=350, known=99, boundaries=(40,), spacing=100, recurrent=False) == [350]
+    assert prefill_stops(start=0, prompt_end=350, known=99, boundaries=(40,), spacing=100, resumes_anywhere=True) == [
+        350
+    ]
 
 
 def test_nothing_to_compute_has_no_stops() -> None:
-    assert prefill_stops(start=9, prompt_end=9, known=9, boundaries=(), spacing=100, recurrent=True) == []
+    assert prefill_stops(start=9, prompt_end=9, known=9, boundaries=(), spacing=100, resumes_anywhere=False) == []
 
 
 @given(POSITIONS)

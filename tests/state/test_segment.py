@@ -161,8 +161,8 @@ def test_decoding_copies_nothing() -> None:
 
 def test_another_format_is_told_from_damage() -> None:
     buffer, header, _ = rows_segment()
-    content = buffer.numpy().tobytes().replace(b"holdover-segment/1", b"holdover-segment/2")
-    with pytest.raises(OtherFormat, match="holdover-segment/2"):
+    content = buffer.numpy().tobytes().replace(b"holdover-segment/1", b"holdover-segment/3")
+    with pytest.raises(OtherFormat, match="holdover-segment/3"):
         decode(torch.frombuffer(bytearray(content), dtype=torch.uint8), LAYOUT, "model", header.name)
 
 
