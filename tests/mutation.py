@@ -97,6 +97,16 @@ MUTANTS = [
     Mutant("slots of a load under way are given to others", "engine/engine.py", "            if sequence.status is not Status.LOADING:  # a load", "            if True:  # a load"),
     Mutant("a preempted response loses its newest token", "engine/holdings.py", "first, last = sequence.shared, sequence.position\n", "first, last = sequence.shared, sequence.position - (sequence.position > sequence.prompt_end)\n"),
     Mutant("a restart puts a snapshot at another position", "store/recovery.py", "node = tree.split_at(last, header.end)", "node = tree.split_at(last, max(1, header.end - 1))"),
+    Mutant("a position without its window rows is gone on from", "state/tree.py", "window_from <= max(0, position - window))", "True)"),
+    Mutant("a window row is given to another one token early", "engine/holdings.py", "        start = sequence.position - self.tree.layout.window\n", "        start = sequence.position - self.tree.layout.window + 1\n"),
+    Mutant("a split shifts the window rows by one token", "state/tree.py", "in_upper = position - node.window_start", "in_upper = position - node.window_start - (node.window is not None)"),
+    Mutant("window rows under a lease are freed", "state/tree.py", "or each.leases > leases:", "or False:"),
+    Mutant("only half a window is loaded", "state/node.py", "        first, start = max(first, self.start), self.window_start\n", "        first, start = max(first, self.start, self.end - 9), self.window_start\n"),
+    Mutant("window rows are put into the wrong page", "state/pool.py", "self._write(slots[:, index], rows[:, page.start", "self._write(slots[:, -1 - index], rows[:, page.start"),
+    Mutant("what a branch needs of a window is thrown away", "state/node.py", "if node.snapshot_available or len(node.children) > 1:", "if node.snapshot_available:"),
+    Mutant("a window is saved again with every branch", "store/planning.py", "_uncovered(max(live, each.window_start), each.end, each.windows_saved)", "_uncovered(max(live, each.window_start), each.end, each.windows_saved[:0])"),
+    Mutant("a pruned prefix leaves its windows in the tiers", "state/tree.py", "                    self._forgotten.append(saved)\n", "                    pass\n"),
+    Mutant("a restart forgets the windows", "store/recovery.py", "        tree.register(saved, held)\n", "        tree.register(saved, held[:-1])\n"),
     Mutant("the last token of a prompt is not fed where its hidden vector is unknown", "state/tree.py", "ends_here = resume_node.end == resume and resume_node.snapshot_available", "ends_here = resume_node.end == resume"),
 ]  # fmt: skip
 

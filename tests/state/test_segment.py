@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdover.state.address import as_tokens
+from holdover.state.layout import ArraySpec, Layout
 from holdover.state.segment import DamagedSegment, Kind, OtherFormat, SegmentHeader, decode, encode, segment_bytes
 from tests.state.test_layout import layout
 
-LAYOUT = layout()
+WINDOW = (ArraySpec("layers.3.kv", (2, 2, 4), torch.bfloat16), ArraySpec("layers.4.kv", (2, 2, 4), torch.bfloat16))
+LAYOUT = Layout(layout().token_arrays, layout().snapshot_arrays, WINDOW, window=8)
 ADDRESS, SPACE = bytes(range(32)), bytes(32)
 
 
@@ -28,6 +30,33 @@ def snapshot_segment() -> tuple[torch.Tensor, SegmentHeader, torch.Tensor]:
     header = SegmentHeader(Kind.SNAPSHOT, "model", SPACE, ADDRESS, SPACE, 12, 12)
     state = torch.randint(0, 256, (LAYOUT.bytes_per_snapshot,), dtype=torch.uint8)
     return encode(header, LAYOUT, lambda place: place.copy_(state)), header, state
+
+
+def window_segment(count: int = 5) -> tuple[torch.Tensor, SegmentHeader, torch.Tensor]:
+    header = SegmentHeader(Kind.WINDOW, "model", SPACE, ADDRESS, SPACE, 7, 7 + count)
+    rows = torch.randint(0, 256, (count, LAYOUT.bytes_per_window_row), dtype=torch.uint8)
+    return encode(header, LAYOUT, lambda place: place.copy_(rows)), header, rows
+
+
+def test_window_rows_come_back_bit_for_bit() -> None:
+    buffer, header, rows = window_segment()
+    segment = decode(buffer, LAYOUT, "model", header.name)
+    assert (segment.header, segment.snapshot) == (header, None)
+    assert segment.rows is not None
+    assert torch.equal(segment.rows, rows)
+    assert len(buffer) == segment_bytes(header, LAYOUT)
+    arrays = safetensors.torch.load(buffer.numpy().tobytes())
+    assert arrays["rows"].dtype == torch.bfloat16
+    assert torch.equal(arrays["rows"].view(torch.uint8), rows)
+
+
+def test_window_rows_are_not_served_to_a_model_without_windows() -> None:
+    buffer, header, _ = window_segment()
+    with pytest.raises(DamagedSegment, match="no sliding window"):
+        decode(buffer, layout(), "model", header.name)
+    content = buffer.numpy().tobytes().replace(b"holdover-segment/2", b"holdover-segment/1")
+    with pytest.raises(DamagedSegment, match="a window segment in format holdover-segment/1"):
+        decode(torch.frombuffer(bytearray(content), dtype=torch.uint8), LAYOUT, "model", header.name)
 
 
 def test_rows_come_back_bit_for_bit() -> None:
@@ -64,7 +93,7 @@ def test_any_safetensors_tool_reads_a_segment() -> None:
 @settings(max_examples=300)
 @given(st.data())
 def test_a_changed_byte_is_never_served(data: st.DataObject) -> None:
-    buffer, header, _ = data.draw(st.sampled_from([rows_segment(), snapshot_segment()]))
+    buffer, header, _ = data.draw(st.sampled_from([rows_segment(), snapshot_segment(), window_segment()]))
     broken = buffer.clone()
     place = data.draw(st.integers(0, len(broken) - 1))
     broken[place] = int(broken[place]) ^ data.draw(st.integers(1, 255))
@@ -74,7 +103,7 @@ def test_a_changed_byte_is_never_served(data: st.DataObject) -> None:
 
 @given(st.data())
 def test_a_truncated_segment_is_never_served(data: st.DataObject) -> None:
-    buffer, header, _ = rows_segment()
+    buffer, header, _ = data.draw(st.sampled_from([rows_segment, window_segment]))()
     with pytest.raises(DamagedSegment):
         decode(buffer[: data.draw(st.integers(0, len(buffer) - 1))].clone(), LAYOUT, "model", header.name)
 
@@ -119,7 +148,7 @@ def resealed(header: bytes, data: bytes, checksum: bool = True) -> torch.Tensor:
 @given(st.data())
 def test_no_header_crashes_the_decoder_or_is_served_for_another(data: st.DataObject) -> None:
     """Any field of the header, or the description of any array, becomes something else, and the checksum holds."""
-    buffer, header, rows = data.draw(st.sampled_from([rows_segment, snapshot_segment]))()
+    buffer, header, rows = data.draw(st.sampled_from([rows_segment, snapshot_segment, window_segment]))()
     content = buffer.numpy().tobytes()
     length = int.from_bytes(content[:8], "little")
     entries = json.loads(content[8 : 8 + length])
@@ -149,7 +178,7 @@ def test_no_sealed_bytes_crash_the_decoder(header: bytes, data: bytes) -> None:
 
 
 def test_decoding_copies_nothing() -> None:
-    for make in (rows_segment, snapshot_segment):
+    for make in (rows_segment, snapshot_segment, window_segment):
         buffer, header, _ = make()
         segment = decode(buffer, LAYOUT, "model", header.name)
         state = segment.rows if segment.rows is not None else segment.snapshot
