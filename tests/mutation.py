@@ -74,7 +74,7 @@ MUTANTS = [
         "            self.live.numpy()[live_row, : self.layout.bytes_per_snapshot] = snapshot.numpy()",
         "            self.live.numpy()[live_row, : self.layout.bytes_per_snapshot - 32] = snapshot.numpy()[:-32]",
     ),
-    Mutant("rows are loaded in the wrong order", "store/queues.py", "self.pool.write_rows(part.slots, segment", "self.pool.write_rows(part.slots[::-1], segment"),
+    Mutant("rows are loaded in the wrong order", "store/queues.py", "self.pool.write_rows(part.slots, rows)", "self.pool.write_rows(part.slots[::-1], rows)"),
     Mutant("a load that failed counts as done", "store/queues.py", "                    result.ok = False\n                    break", "                    break"),
     Mutant(
         "a hit is counted at lookup", "engine/engine.py",
