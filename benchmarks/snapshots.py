@@ -3,9 +3,9 @@
     python -m benchmarks.snapshots ../shared/traces/weka-claude-code.tar.xz --sessions 48
     python -m benchmarks.snapshots ../shared/traces/tau-bench-airline.jsonl.xz
 
-Runs the real prefix tree and the real policy over a trace, with no model. Rows are never evicted; snapshots are, least
-recently used first (those that a newer one of their chain supersedes before others), when there are more than the
-budget allows: the same for every policy. A WEKA block is 8 units of 8 tokens; where a prompt goes on after the one
+Runs the real prefix tree and the real policy over a trace, with no model. Rows are never evicted; snapshots are, in the
+order of the product's own `eviction_rank`, when there are more than the budget allows: the same for every policy but
+those that say otherwise. A WEKA block is 8 units of 8 tokens; where a prompt goes on after the one
 before, what follows for the length of the recorded output is taken for the answer.
 """
 
@@ -14,7 +14,6 @@ import json
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from heapq import heappop, heappush
 from pathlib import Path
 from typing import Annotated
 
@@ -27,9 +26,10 @@ from rich.table import Table
 from holdover.demo.model import demo_model
 from holdover.server.chat import ChatTokenizer
 from holdover.state.address import Tokens, as_tokens
+from holdover.state.eviction import EvictionQueue
 from holdover.state.layout import LAST_HIDDEN, ArraySpec, Layout
 from holdover.state.node import Node, common_length
-from holdover.state.policy import ResponseReturns, prefill_stops
+from holdover.state.policy import ResponseReturns, eviction_rank, prefill_stops
 from holdover.state.pool import DevicePool
 from holdover.state.tree import PrefixTree
 from holdover.traffic.importers import BlockTokens, load_trace
@@ -61,7 +61,7 @@ class Policy:
     at_answers_end: bool
     thin: bool = False
     last_only: bool = False
-    by_value: bool = False  # which snapshots go first: GreedyDual on the tokens that each saves, instead of age alone
+    evicts: "type[ByRank] | None" = None
 
 
 def policies(unit: int) -> list[Policy]:
@@ -84,7 +84,8 @@ def policies(unit: int) -> list[Policy]:
     return [
         *(Policy(f"ours, spacing {spacing:,}", ours(spacing), True, thin=True) for spacing in (512, 2048, 8192)),
         Policy("ours, not thinned", ours(2048), True),
-        Policy("ours, evicted by value", ours(2048), True, thin=True, by_value=True),
+        Policy("ours, evicted by age", ours(2048), True, thin=True, evicts=ByAge),
+        Policy("ours, GreedyDual", ours(2048), True, thin=True, evicts=GreedyDual),
         Policy("every 64 tokens", grid(64 // unit), False),
         Policy("784-token grid", grid(784 // unit), False),
         Policy("prompt end only", prompt_end, False),
@@ -106,7 +107,7 @@ def run(requests: list[Request], policy: Policy, budget: int | None) -> Outcome:
     total = sum(len(request.tokens) for request in requests)
     pool = DevicePool(LAYOUT, 16 * (2 * total + 4096), 1, torch.device("cpu"))
     tree = PrefixTree(LAYOUT, pool)
-    recency = Value(tree) if policy.by_value else Recency(tree)
+    order = (policy.evicts or ByRank)(tree)
     root = tree.root(bytes(32))
     returns = ResponseReturns()
     last: dict[int, Node] = {}
@@ -122,9 +123,9 @@ def run(requests: list[Request], policy: Policy, budget: int | None) -> Outcome:
         made += 1
         if policy.thin:
             tree.thin(node)
-        recency.add(node)
+        order.add(node)
         while budget is not None and len(tree._snapshots_on_device) > budget:
-            recency.evict_one()
+            order.evict_one()
         peak = max(peak, len(tree._snapshots_on_device))
 
     for request in requests:
@@ -161,58 +162,69 @@ def run(requests: list[Request], policy: Policy, budget: int | None) -> Outcome:
     return Outcome(policy.name, budget, reused / best, peak, made)
 
 
-class Recency:
-    """Snapshots in the order in which the tree itself would let them go: superseded ones first, then by last use."""
+class ByRank:
+    """Lets snapshots go in the order of the product's own ranks."""
 
     def __init__(self, tree: PrefixTree) -> None:
         self.tree = tree
-        self.heap: list[tuple[int, int, Node]] = []
-        self.serial = itertools.count()
+        self.queue = EvictionQueue(lambda node: node.snapshot_slots is not None, self._rank)
+
+    def _rank(self, node: Node) -> float:
+        return eviction_rank(
+            last_used=node.last_used,
+            saved_tokens=node.end - older_snapshot(node).end,
+            slots=self.tree.pool.slots_per_snapshot,
+            horizon=len(self.tree._snapshots_on_device),
+            superseded=node.superseded,
+        )
 
     def add(self, node: Node) -> None:
-        heappush(self.heap, (node.last_used, next(self.serial), node))
+        """A snapshot has been kept; it may supersede the one before it."""
+        for each in (node, older_snapshot(node)):
+            self.queue.add(each, most=4 * self.tree.num_nodes + 64)
 
     def evict_one(self) -> None:
-        superseded = self.tree._superseded
-        while superseded:
-            used, _, node = heappop(superseded)
-            if node.superseded and used < node.last_used:
-                heappush(superseded, (node.last_used, -next(self.serial), node))
-            elif node.superseded:
-                return self.tree._drop_device_snapshot(node)
-        while True:
-            used, _, node = heappop(self.heap)
-            if node.snapshot_slots is not None and used < node.last_used:
-                self.add(node)
-            elif node.snapshot_slots is not None:
-                return self.tree._drop_device_snapshot(node)
+        first = self.queue.first()
+        assert first is not None
+        self.tree._drop_device_snapshot(first[1])
 
 
-class Value(Recency):
-    """GreedyDual (Young, 1994): what a snapshot saves, aged by what had to go. The tree does not do it."""
+class ByAge(ByRank):
+    """Superseded ones first, then the least recently used."""
+
+    def _rank(self, node: Node) -> float:
+        return node.last_used - (1e12 if node.superseded else 0.0)
+
+
+class GreedyDual(ByRank):
+    """What a snapshot saves, aged by what had to go (Young, "The k-server dual and loose competitiveness", 1994)."""
 
     def __init__(self, tree: PrefixTree) -> None:
         super().__init__(tree)
-        self.age = 0
-        self.queue: list[tuple[int, int, int, Node]] = []
+        self.age = 0.0
+        self.values: dict[Node, tuple[int, float]] = {}
 
-    def add(self, node: Node) -> None:
-        older = node.parent
-        while older is not None and older.snapshot_slots is None and older.end > 0:
-            older = older.parent
-        saves = node.end - (older.end if older is not None else 0)
-        heappush(self.queue, (self.age + saves, next(self.serial), node.last_used, node))
+    def _rank(self, node: Node) -> float:
+        used, value = self.values.get(node, (-1, 0.0))
+        if used < node.last_used and not (used >= 0 and node.superseded):
+            value = self.age + node.end - older_snapshot(node).end
+            self.values[node] = (node.last_used, value)
+        return value
 
     def evict_one(self) -> None:
-        while True:
-            value, _, used, node = heappop(self.queue)
-            if node.snapshot_slots is None:
-                continue
-            if used < node.last_used and not node.superseded:
-                self.add(node)
-                continue
-            self.age = max(self.age, value)
-            return self.tree._drop_device_snapshot(node)
+        first = self.queue.first()
+        assert first is not None
+        self.age = max(self.age, first[0])
+        del self.values[first[1]]
+        self.tree._drop_device_snapshot(first[1])
+
+
+def older_snapshot(node: Node) -> Node:
+    """The next older node with a snapshot, or the root."""
+    older = node.parent or node
+    while older.parent is not None and older.snapshot_slots is None:
+        older = older.parent
+    return older
 
 
 def weka(path: Path, limit: int) -> list[list[Request]]:

@@ -42,7 +42,7 @@ MUTANTS = [
     Mutant("a save takes no lease", "engine/engine.py", "            self.tree.lease(job.node)\n", ""),
     Mutant(
         "a snapshot under a lease is dropped", "state/tree.py",
-        "            if node.snapshot_leases:\n                leased", "            if False:\n                leased",
+        "lambda node: node.superseded and not node.snapshot_leases", "lambda node: node.superseded",
     ),
     Mutant(
         "thinning drops a snapshot that is being saved", "state/tree.py",

@@ -23,7 +23,9 @@ def check_integrity(tree: PrefixTree, other_slots: Slots | None = None) -> None:
         assert node.packed == node.tokens.tobytes(), "tokens and their bytes differ"
         assert (node in listed) == (node.snapshot_slots is not None), "snapshot not listed"
         assert not node.evictable or node in leaves, "rows that could be evicted are not queued"
-        assert not node.superseded or node in superseded, "a snapshot that could be evicted is not queued"
+        assert not node.superseded or node.snapshot_leases or node in superseded, (
+            "a snapshot that could be evicted is not queued"
+        )
         generated = sum(child.generated for child in node.children.values())
         assert node.generated_children == generated, "generated children miscounted"
         on_device = sum(child.slots is not None for child in node.children.values())

@@ -1,8 +1,10 @@
 """Where snapshots are kept: pure functions of positions."""
 
 from collections.abc import Iterable, Sequence
+from math import log2
 
 NEWEST_SNAPSHOTS_KEPT = 2
+SUPERSEDED = 10.0  # a newer snapshot of the same chain makes one as little worth as saving 1/1024 of the tokens would
 
 
 def prefill_stops(
@@ -39,6 +41,19 @@ def snapshots_to_drop(positions: Sequence[int]) -> set[int]:
             drop.add(position)
         spans.add(span)
     return drop
+
+
+def eviction_rank(*, last_used: int, saved_tokens: int, slots: int, horizon: int, superseded: bool) -> float:
+    """How much something is worth keeping on the device; the least goes first.
+
+    saved_tokens: of recompute that it saves, down to the next older position that can be resumed. slots: that it takes.
+    horizon: how many uses lie between two uses of what is kept, roughly: the number of snapshots kept. What saves twice
+    as many tokens for each slot may be one horizon older. superseded: a newer snapshot of the same chain is there.
+
+    Rows alone save one token for each row: for models that resume anywhere, this is least recently used first.
+    """
+    worth = log2(max(1, saved_tokens) / max(1, slots)) - SUPERSEDED * superseded
+    return last_used + horizon * worth
 
 
 class ResponseReturns:

@@ -6,20 +6,19 @@ node splits it, which moves no bytes.
 """
 
 from collections.abc import Iterator
-from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
 
 from holdover.state.address import Tokens
+from holdover.state.eviction import EvictionQueue
 from holdover.state.layout import Layout
 from holdover.state.node import Match, Node, Saved, common_length, live_windows, path_to
-from holdover.state.policy import snapshots_to_drop
+from holdover.state.policy import eviction_rank, snapshots_to_drop
 from holdover.state.pool import DevicePool, Slots
 from holdover.state.segment import Kind
 
 MOST_READ_FAILURES = 3  # of one segment: then it is given up, not its tier
-Queue = list[tuple[int, int, Node]]  # a heap of (last_used when queued, serial, node)
 
 
 class Books(NamedTuple):
@@ -45,14 +44,13 @@ class PrefixTree:
         self._any_unreachable: set[str] = set()
         self._forgotten: list[Saved] = []
         self._snapshots_on_device: dict[Node, None] = {}
-        # Queues for eviction, checked when taken from: an entry may have been used since, or be no candidate any more.
-        # A node is queued whenever it becomes a candidate.
-        self._leaves: Queue = []
-        self._superseded: Queue = []
+        self._leaves = EvictionQueue(lambda node: node.evictable, self._rank_of_rows)
+        self._superseded = EvictionQueue(
+            lambda node: node.superseded and not node.snapshot_leases, self._rank_of_snapshot
+        )
         self._unleased_tokens = 0
         self._unleased_window_rows = 0
         self._leased_snapshots = 0
-        self._serial = 0
         self._uses = 0
         self.num_nodes = 0
         self.num_evicted_tokens = 0
@@ -197,14 +195,43 @@ class PrefixTree:
             raise AssertionError(f"snapshot lease released twice at position {node.end}")
         node.snapshot_leases -= 1
         self._leased_snapshots -= node.snapshot_leases == 0 and node.snapshot_slots is not None
+        if node.superseded and not node.snapshot_leases:
+            self._queue(self._superseded, node)
 
-    def _queue(self, queue: Queue, node: Node) -> None:
-        self._serial += 1
-        if len(queue) > 4 * self.num_nodes + 64:  # mostly entries of nodes that were used again
-            latest = {id(entry[2]): entry for entry in queue}
-            queue[:] = latest.values()
-            heapify(queue)
-        heappush(queue, (node.last_used, self._serial, node))
+    def _queue(self, queue: EvictionQueue, node: Node) -> None:
+        queue.add(node, most=4 * self.num_nodes + 64)
+
+    def _rank_of_rows(self, node: Node) -> float:
+        """What a leaf's rows, with the snapshot at their end, are worth."""
+        pool = self.pool
+        slots = len(node.tokens) * pool.slots_per_token
+        slots += (node.end - node.window_start) * pool.slots_per_window_row
+        saved = len(node.tokens)
+        if not self.layout.resumes_anywhere:
+            slots += pool.slots_per_snapshot  # rows that end nowhere are not worth more than those with a snapshot
+            saved = self._saved_by_snapshot(node) if node.snapshot_slots is not None else saved
+        return self._rank(node, saved, slots, superseded=False)
+
+    def _rank_of_snapshot(self, node: Node) -> float:
+        """What a snapshot that is superseded is worth."""
+        return self._rank(node, self._saved_by_snapshot(node), self.pool.slots_per_snapshot, superseded=True)
+
+    def _rank(self, node: Node, saved: int, slots: int, superseded: bool) -> float:
+        return eviction_rank(
+            last_used=node.last_used,
+            saved_tokens=saved,
+            slots=slots,
+            horizon=len(self._snapshots_on_device),
+            superseded=superseded,
+        )
+
+    @staticmethod
+    def _saved_by_snapshot(node: Node) -> int:
+        """Tokens from the next older position that can be resumed to the node's end."""
+        older = node.parent
+        while older is not None and older.parent is not None and not older.snapshot_available:
+            older = older.parent
+        return node.end - (0 if older is None else older.end)
 
     def _touch(self, node: Node) -> None:
         """Mark the path as just used; a parent is never less recent than its children."""
@@ -492,31 +519,18 @@ class PrefixTree:
     def make_room(self, count: int) -> bool:
         """Evict until `count` slots are free. False if leases forbid it (then as much as can be is evicted).
 
-        First go snapshots that a newer one of the same chain makes nearly useless, then the least recently used
-        rows, leaf first, with their snapshots; at last the snapshots of rows that are leased.
+        What is worth least goes first (`policy.eviction_rank`): rows, leaf first, with their snapshots, and snapshots
+        that a newer one of the same chain makes nearly useless; at last the snapshots of rows that are leased.
         """
         pool = self.pool
-        leased: list[Node] = []
-        while pool.num_free < count and self._superseded:
-            used, _, node = heappop(self._superseded)
-            if not node.superseded:
-                continue
-            if node.snapshot_leases:
-                leased.append(node)
-            elif used < node.last_used:
-                self._queue(self._superseded, node)
+        while pool.num_free < count:
+            leaf, snapshot = self._leaves.first(), self._superseded.first()
+            if snapshot is not None and (leaf is None or snapshot[0] <= leaf[0]):
+                self._drop_device_snapshot(snapshot[1])
+            elif leaf is not None:
+                self._evict_rows(leaf[1])
             else:
-                self._drop_device_snapshot(node)
-        for node in leased:
-            self._queue(self._superseded, node)
-        while pool.num_free < count and self._leaves:
-            used, _, node = heappop(self._leaves)
-            if not node.evictable:
-                continue
-            if used < node.last_used:
-                self._queue(self._leaves, node)
-            else:
-                self._evict_rows(node)
+                break
         if pool.num_free < count:
             for node in sorted(self._snapshots_on_device, key=lambda node: node.last_used):
                 if node.snapshot_leases == 0:
@@ -598,11 +612,14 @@ class PrefixTree:
 
     def books(self) -> Books:
         """What the tree has counted and queued, for integrity checks."""
-        leaves, superseded = ({node for _, _, node in queue} for queue in (self._leaves, self._superseded))
         return Books(
-            set(self._snapshots_on_device), leaves, superseded, self._unleased_tokens, self._unleased_window_rows,
+            set(self._snapshots_on_device),
+            self._leaves.nodes(),
+            self._superseded.nodes(),
+            self._unleased_tokens,
+            self._unleased_window_rows,
             self._leased_snapshots,
-        )  # fmt: skip
+        )
 
     def holders(self, saved: Saved) -> list[Node]:
         """Nodes whose state a saved segment holds."""

@@ -230,6 +230,10 @@ def test_what_is_of_use() -> None:
     assert [(each.start, live) for each, live in live_windows(node, 4)] == [(15, 16), (10, 16), (0, 16)]
     tree.keep_snapshot(upper, tree.pool.allocate(tree.pool.slots_per_snapshot))  # type: ignore[arg-type]
     assert [(each.start, live) for each, live in live_windows(node, 4)] == [(15, 16), (10, 16), (0, 6)]
+    middle = node.parent
+    assert middle is not None
+    tree.extend(middle, as_tokens([99]), tree.pool.allocate(1))  # type: ignore[arg-type]
+    assert [(each.start, live) for each, live in live_windows(node, 4)] == [(15, 16), (10, 11), (0, 6)]
 
 
 def test_a_saved_window_is_used_as_far_as_it_goes() -> None:
