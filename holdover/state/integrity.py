@@ -26,12 +26,15 @@ def check_integrity(tree: PrefixTree, other_slots: Slots | None = None) -> None:
         assert not node.superseded or node.snapshot_leases or node in superseded, (
             "a snapshot that could be evicted is not queued"
         )
-        generated = sum(child.generated for child in node.children.values())
+        generated = on_device = 0
+        for child in node.children.values():
+            generated += child.generated
+            on_device += child.slots is not None
         assert node.generated_children == generated, "generated children miscounted"
-        on_device = sum(child.slots is not None for child in node.children.values())
         assert node.device_children == on_device, "device children miscounted"
         if node.slots is not None:
-            unleased_tokens -= len(node.tokens) if node.leases == 0 else 0
+            if node.leases == 0:
+                unleased_tokens -= len(node.tokens)
             assert len(node.slots) == len(node.tokens), "rows and tokens differ in number"
             if tree.pool.slots_per_token:
                 held.append(node.slots)
@@ -45,19 +48,21 @@ def check_integrity(tree: PrefixTree, other_slots: Slots | None = None) -> None:
             assert 0 < len(node.window) <= min(window, len(node.tokens)), "more window rows than can be of use"
             held.append(node.window.reshape(-1))
         for saved in (node.rows, node.snapshot, *node.windows_saved):
-            if saved is not None:
-                assert node in tree.holders(saved), "a saved segment does not know its holder"
+            assert saved is None or node in tree.holders(saved), "a saved segment does not know its holder"
         if node.rows is not None:
             assert node.rows.start <= node.start and node.end <= node.rows.end, "rows outside their segment"
         if node.snapshot is not None:
             assert node.snapshot.end == node.end, "a snapshot of another position"
-        for saved in node.windows_saved:
-            assert saved.start < node.end and node.start < saved.end, "window rows of another node"
-        ends = [saved.end for saved in node.windows_saved]
-        assert ends == sorted(ends, reverse=True), "saved windows out of order"
+        if node.windows_saved:
+            for saved in node.windows_saved:
+                assert saved.start < node.end and node.start < saved.end, "window rows of another node"
+            ends = [saved.end for saved in node.windows_saved]
+            assert ends == sorted(ends, reverse=True), "saved windows out of order"
     assert num_nodes == tree.num_nodes, "nodes miscounted"
     assert unleased_tokens == 0, "tokens without a lease miscounted"
     assert unleased_window_rows == 0, "window rows without a lease miscounted"
     assert leased_snapshots == 0, "leased snapshots miscounted"
     slots = np.concatenate(held)
-    assert len(np.unique(slots)) == len(slots) == tree.pool.num_slots, "a slot is lost or used twice"
+    uses = np.bincount(slots, minlength=tree.pool.num_slots)
+    assert len(uses) == len(slots) == tree.pool.num_slots, "a slot is lost or used twice"
+    assert (uses == 1).all(), "a slot is lost or used twice"

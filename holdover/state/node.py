@@ -27,10 +27,10 @@ class Saved:
     unreachable: set[str] = field(default_factory=set)
     pending: int = 0
     failures: int = 0
+    name: str = field(init=False)
 
-    @property
-    def name(self) -> str:
-        return segment_name(self.kind, self.address)
+    def __post_init__(self) -> None:
+        self.name = segment_name(self.kind, self.address)
 
 
 @dataclass(eq=False, slots=True)
