@@ -104,6 +104,7 @@ def build_engine(config: EngineConfig, inbox: Inbox, plan_saves: SavePlanner) ->
     notes = []
     if disk is not None:
         found = recover(tree, disk, model.fingerprint)
+        store.remove_later(disk.name, found.left_behind)
         if found.rows or found.foreign or found.unusable:
             notes.append(
                 f"disk tier: {found.rows} row, {found.snapshots} snapshot and {found.windows} window segments are back"

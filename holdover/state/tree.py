@@ -467,6 +467,15 @@ class PrefixTree:
             if not holders:
                 del self._saved[saved.name]
 
+    def _forget_window(self, saved: Saved, pruned: Node) -> None:
+        """A node that a window segment holds rows of is gone. What is left of the segment goes too: should the same
+        tokens come again, nobody could tell that their rows are in it, and they would be saved twice."""
+        _, holders = self._saved.pop(saved.name, (saved, []))
+        for node in holders:
+            if node is not pruned:
+                node.windows_saved.remove(saved)
+        self._forgotten.append(saved)
+
     def take_forgotten(self) -> list[Saved]:
         """Saved segments that were of use only with rows that are gone, and which the tiers can delete."""
         forgotten, self._forgotten = self._forgotten, []
@@ -483,13 +492,14 @@ class PrefixTree:
         if saved.tiers or saved.pending or saved.unreachable:
             return
         del self._saved[name]
-        for node in list(holders):
+        for node in holders:
             if saved.kind is Kind.ROWS:
                 node.rows = None
             elif saved.kind is Kind.WINDOW:
                 node.windows_saved.remove(saved)
             else:
                 node.snapshot = None
+        for node in list(holders):
             self._prune(node)
 
     def graft(self, parent: Node, tokens: Tokens, saved: Saved, tier: str) -> Node:
@@ -584,10 +594,11 @@ class PrefixTree:
             and node.loading is None
             and node.snapshot_slots is None
         ):
-            for saved in (node.snapshot, *node.windows_saved):
-                self._forget_holder(node, saved)
-                if saved is not None and saved.name not in self._saved:
-                    self._forgotten.append(saved)
+            for saved in node.windows_saved:
+                self._forget_window(saved, node)
+            self._forget_holder(node, node.snapshot)
+            if node.snapshot is not None and node.snapshot.name not in self._saved:
+                self._forgotten.append(node.snapshot)
             parent = node.parent
             if parent.children.get(int(node.tokens[0])) is node:
                 del parent.children[int(node.tokens[0])]

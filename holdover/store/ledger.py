@@ -10,11 +10,17 @@ from holdover.store.tier import PutResult, PutStatus
 
 @dataclass(slots=True)
 class Entry:
-    """A segment in the books. `complete` once it can be read; leases: readers at this moment."""
+    """A segment in the books. `complete` once it can be read; leases: readers at this moment; doomed: removed, and kept
+    only until they have done."""
 
     nbytes: int
     complete: bool
     leases: int = 0
+    doomed: bool = False
+
+    @property
+    def readable(self) -> bool:
+        return self.complete and not self.doomed
 
 
 class Ledger:
@@ -34,7 +40,8 @@ class Ledger:
         """Enter `name` as incomplete, evicting for it."""
         with self._lock:
             if name in self._entries:
-                return PutResult(PutStatus.ALREADY_THERE)
+                doomed = self._entries[name].doomed
+                return PutResult(PutStatus.REFUSED if doomed else PutStatus.ALREADY_THERE)
             evicted: list[str] = []
             room = self.budget_bytes - self._used
             for other, entry in self._entries.items():
@@ -66,15 +73,21 @@ class Ledger:
             return True
 
     def remove(self, name: str) -> bool:
-        """Strike `name`; False if it was not there, or is being read or written."""
+        """Strike `name`; False if it was not there, or is being written. Who is reading it can read on to the end."""
         with self._lock:
             entry = self._entries.get(name)
-            if entry is None or entry.leases or not entry.complete:
+            if entry is None or not entry.readable:
                 return False
+            entry.doomed = True
+            self._drop_doomed(name)
+            return True
+
+    def _drop_doomed(self, name: str) -> None:
+        entry = self._entries[name]
+        if entry.doomed and not entry.leases:
             del self._entries[name]
             self._used -= entry.nbytes
             self._drop(name)
-            return True
 
     def abandon(self, name: str) -> None:
         """What was reserved could not be written."""
@@ -84,7 +97,7 @@ class Ledger:
     def lease(self, name: str) -> bool:
         with self._lock:
             entry = self._entries.get(name)
-            if entry is None or not entry.complete:
+            if entry is None or not entry.readable:
                 return False
             entry.leases += 1
             self._entries.move_to_end(name)
@@ -93,6 +106,7 @@ class Ledger:
     def release(self, name: str) -> None:
         with self._lock:
             self._entries[name].leases -= 1
+            self._drop_doomed(name)
 
     def touch(self, names: Iterable[str]) -> None:
         with self._lock:
@@ -103,11 +117,11 @@ class Ledger:
     def has(self, name: str) -> bool:
         with self._lock:
             entry = self._entries.get(name)
-            return entry is not None and entry.complete
+            return entry is not None and entry.readable
 
     def names(self) -> Iterator[str]:
         with self._lock:
-            return iter([name for name, entry in self._entries.items() if entry.complete])
+            return iter([name for name, entry in self._entries.items() if entry.readable])
 
     @property
     def used_bytes(self) -> int:

@@ -225,6 +225,10 @@ class Store:
             self._undeleted[tier.name].add(name)
             self._fault(tier, error)
 
+    def remove_later(self, tier: str, names: list[str]) -> None:
+        """Remove these before anything else is saved into the tier."""
+        self._undeleted[tier].update(names)
+
     def _remove_at_last(self, tier: Tier, wanted: str) -> None:
         """Remove what could not be removed before; what is saved again now (`wanted`) is not to go any more."""
         undeleted = self._undeleted[tier.name]

@@ -1,7 +1,7 @@
 """What a tier kept through a restart, put back into the tree from the headers alone."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -19,13 +19,15 @@ HEAD_BYTES = 4096
 @dataclass(slots=True)
 class Recovery:
     """How many segments were found, are of another model or format, or could not be used and were removed: they are no
-    segments, or a part of their prefix is gone."""
+    segments, or a part of their prefix is gone. left_behind: those of them that could not be removed now.
+    """
 
     rows: int = 0
     snapshots: int = 0
     windows: int = 0
     foreign: int = 0
     unusable: int = 0
+    left_behind: list[str] = field(default_factory=list)
 
 
 def recover(tree: PrefixTree, tier: ObjectTier, fingerprint: str) -> Recovery:
@@ -42,8 +44,7 @@ def recover(tree: PrefixTree, tier: ObjectTier, fingerprint: str) -> Recovery:
             continue
         except (DamagedSegment, TierError) as error:
             log.warning("left out %s of the %s tier: %s", name, tier.name, error)
-            _remove(tier, name)
-            result.unusable += 1
+            _remove(tier, name, result)
             continue
         if header.fingerprint != fingerprint:
             result.foreign += 1
@@ -90,16 +91,17 @@ def recover(tree: PrefixTree, tier: ObjectTier, fingerprint: str) -> Recovery:
         result.windows += 1
     unusable += [header for left in rows.values() for header, _ in left]
     for header in unusable:
-        _remove(tier, header.name)
-        result.unusable += 1
+        _remove(tier, header.name, result)
     return result
 
 
-def _remove(tier: ObjectTier, name: str) -> None:
+def _remove(tier: ObjectTier, name: str, result: Recovery) -> None:
+    result.unusable += 1
     try:
         tier.delete(name)
     except TierError as error:
         log.warning("%s could not be removed: %s", name, error)
+        result.left_behind.append(name)
 
 
 def _read(tier: ObjectTier, name: str) -> tuple[SegmentHeader, Tokens]:

@@ -235,6 +235,7 @@ class Host:
         for tier in self.tiers:
             if isinstance(tier.inner, ObjectTier) and self.life > 1:
                 found = recover(self.tree, tier, model.fingerprint)  # type: ignore[arg-type]
+                self.store.remove_later(tier.name, found.left_behind)
                 world.tell(
                     self.name,
                     f"starts again; finds {found.rows} rows, {found.snapshots} snapshots and {found.windows} windows",
