@@ -10,7 +10,8 @@ class EvictionQueue:
     """Nodes of which something could be evicted.
 
     A node is added whenever it becomes a candidate. Its rank is computed then, and again when its turn comes: by then
-    it may have been used, be worth more because another snapshot has gone, or be no candidate any more.
+    it may have been used, be worth more because another snapshot has gone, or be no candidate any more. Where ranks
+    fall, they must be made anew.
     """
 
     def __init__(self, is_candidate: Callable[[Node], bool], rank: Callable[[Node], float]) -> None:
@@ -23,14 +24,17 @@ class EvictionQueue:
         return len(self._heap)
 
     def add(self, node: Node, most: int) -> None:
-        """Queue a candidate. More than `most` entries are mostly those of nodes that were used again: the older entries
-        of each node are dropped then."""
+        """Queue a candidate. More than `most` entries are mostly those of nodes that were used again."""
         if len(self._heap) > most:
-            latest = {id(entry[2]): entry for entry in sorted(self._heap, key=lambda entry: entry[1])}
-            self._heap = [entry for entry in latest.values() if self._is_candidate(entry[2])]
-            heapify(self._heap)
+            self.rank_again()
         self._serial += 1
         heappush(self._heap, (self._rank(node), self._serial, node))
+
+    def rank_again(self) -> None:
+        """One entry for each candidate, ranked anew: for when ranks may have fallen."""
+        nodes = {node: None for _, _, node in sorted(self._heap, key=lambda entry: entry[1])}
+        self._heap = [(self._rank(node), i, node) for i, node in enumerate(nodes) if self._is_candidate(node)]
+        heapify(self._heap)
 
     def first(self) -> tuple[float, Node] | None:
         """The candidate that is least worth keeping, with its rank; it stays in the queue."""

@@ -48,6 +48,7 @@ class PrefixTree:
         self._superseded = EvictionQueue(
             lambda node: node.superseded and not node.snapshot_leases, self._rank_of_snapshot
         )
+        self._horizon = 0  # with which the queues were ranked
         self._unleased_tokens = 0
         self._unleased_window_rows = 0
         self._leased_snapshots = 0
@@ -221,7 +222,7 @@ class PrefixTree:
             last_used=node.last_used,
             saved_tokens=saved,
             slots=slots,
-            horizon=len(self._snapshots_on_device),
+            horizon=self._horizon,
             superseded=superseded,
         )
 
@@ -533,6 +534,8 @@ class PrefixTree:
         that a newer one of the same chain makes nearly useless; at last the snapshots of rows that are leased.
         """
         pool = self.pool
+        if pool.num_free < count:
+            self._follow_horizon()
         while pool.num_free < count:
             leaf, snapshot = self._leaves.first(), self._superseded.first()
             if snapshot is not None and (leaf is None or snapshot[0] <= leaf[0]):
@@ -548,6 +551,14 @@ class PrefixTree:
                     if pool.num_free >= count:
                         break
         return pool.num_free >= count
+
+    def _follow_horizon(self) -> None:
+        """Rank the queues anew when the number of snapshots has changed by more than an eighth."""
+        horizon = len(self._snapshots_on_device)
+        if abs(horizon - self._horizon) * 8 > self._horizon:
+            self._horizon = horizon
+            self._leaves.rank_again()
+            self._superseded.rank_again()
 
     def evictable_slots(self) -> int:
         """Slots that `make_room` could free."""

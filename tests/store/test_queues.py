@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from holdover.errors import TierError
 from holdover.state.address import AddressChain, address_key, as_tokens
 from holdover.state.layout import LAST_HIDDEN, ArraySpec, Layout
 from holdover.state.node import Node, Saved
@@ -88,3 +89,48 @@ def test_a_load_at_once_never_waits_for_a_tier_that_may_be_slow(tmp_path: Path) 
     assert thread != threading.get_ident()
     assert torch.equal(pool.read_rows(slots), rows)
     store.close()
+
+
+class Stubborn(MemoryTier):
+    """A tier that cannot delete for a while."""
+
+    stuck = True
+
+    def delete(self, name: str) -> None:
+        if self.stuck:
+            raise TierError("read-only")
+        super().delete(name)
+
+
+def test_what_cannot_be_removed_goes_before_anything_else_is_saved() -> None:
+    layout = Layout((ROW,), (ArraySpec(LAST_HIDDEN, (8,), torch.float32),))
+    pool = DevicePool(layout, 16 << 20, 1, torch.device("cpu"))
+    tier, now, done = Stubborn(64 << 20), [0.0], list[Done]()
+    store = Store(pool, "model", [tier], done.append, start_worker=None, clock=lambda: now[0])
+    saved, *_, job = save_job(layout, pool, 3)
+    other, *_, other_job = save_job(layout, pool, 5)
+    store.save(job)
+    saved.tiers.add("memory")
+    store.delete(saved)
+    assert tier.has(saved.name)
+    now[0] += 60
+    store.save(other_job)
+    assert isinstance(done[-1], SaveDone) and not done[-1].kept, "still stuck"
+    tier.stuck = False
+    now[0] += 60
+    store.save(other_job)
+    assert isinstance(done[-1], SaveDone) and done[-1].kept
+    assert list(tier.scan()) == [other.name]
+
+
+def test_what_is_saved_again_is_not_removed_after_all() -> None:
+    layout = Layout((ROW,), (ArraySpec(LAST_HIDDEN, (8,), torch.float32),))
+    pool = DevicePool(layout, 16 << 20, 1, torch.device("cpu"))
+    tier, done = Stubborn(64 << 20), list[Done]()
+    store = Store(pool, "model", [tier], done.append, start_worker=None)
+    saved, *_, job = save_job(layout, pool, 3)
+    store.save(job)
+    store.remove_later("memory", [saved.name])
+    tier.stuck = False
+    store.save(job)
+    assert list(tier.scan()) == [saved.name]

@@ -148,3 +148,19 @@ def test_a_smaller_budget_after_a_restart_is_kept(tmp_path: Path) -> None:
         first.put(f"{i:02d}" * 32 + ".rows", 1000, lambda: content(1000))
     assert disk_tier(tmp_path / "tier", 2500).used_bytes() == 2000
     assert sum(file.stat().st_size for file in (tmp_path / "tier").rglob("*.rows")) == 2000
+
+
+def test_who_reads_a_segment_that_is_removed_reads_on_to_the_end(tier: Tier) -> None:
+    tier.put(NAME, 100, lambda: content(100, 7))
+    with tier.get(NAME) as buffer:
+        tier.delete(NAME)
+        assert not tier.has(NAME)
+        assert list(tier.scan()) == []
+        with tier.get(NAME) as other:
+            assert other is None
+        assert tier.put(NAME, 100, lambda: content(100, 8)).status is PutStatus.REFUSED
+        assert tier.used_bytes() >= 100, "its bytes are still there"
+        assert buffer is not None
+        assert torch.equal(buffer, content(100, 7))
+    assert tier.used_bytes() == 0
+    assert tier.put(NAME, 100, lambda: content(100, 8)).status is PutStatus.KEPT
