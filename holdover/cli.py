@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from holdover import __version__
-from holdover.config import DiskTierConfig, EngineConfig, format_bytes, parse_bytes, parse_disk_tier
+from holdover.config import EngineConfig, choose_tiers, format_bytes, parse_bytes
 from holdover.errors import HoldoverError
 
 app = typer.Typer(
@@ -42,9 +42,19 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8000,
     device_memory: Annotated[str, typer.Option(help="Budget for state on the device.")] = "2GiB",
-    memory_tier: Annotated[str | None, typer.Option(help="Keep state in host RAM, up to this size.")] = "8GiB",
+    tier: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TIER",
+            help="Where to keep state; give it several times, nearest first: memory:16GiB, disk:DIR:200GiB, "
+            "s3://BUCKET/PREFIX, gs://..., az://... Default: memory:8GiB.",
+        ),
+    ] = None,
+    memory_tier: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Short for --tier memory:SIZE; none for no tier.")
+    ] = None,
     disk_tier: Annotated[
-        str | None, typer.Option(metavar="DIR:SIZE", help="Keep state in this folder, up to this size.")
+        str | None, typer.Option(metavar="DIR:SIZE", help="Short for --tier disk:DIR:SIZE, after memory.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = "auto",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
@@ -62,13 +72,12 @@ def serve(
         bool, typer.Option(help="Count how often each prefix position lies in each tier (for proofs).")
     ] = False,
 ) -> None:
-    """Serve a model over OpenAI's API. `--memory-tier none` turns the memory tier off."""
+    """Serve a model over OpenAI's API. `--tier none` keeps state on the device only."""
     from holdover.engine.messages import Ready
     from holdover.server.serve import serve as run_server
 
     logging.basicConfig(level=logging.INFO, format="holdover: %(levelname)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    disk = parse_disk_tier(disk_tier) if disk_tier else None
     config = EngineConfig(
         model=model,
         to_engine="",
@@ -76,8 +85,7 @@ def serve(
         dtype=dtype,
         device=device,
         device_bytes=parse_bytes(device_memory, "--device-memory"),
-        memory_bytes=None if memory_tier in (None, "none", "0") else parse_bytes(memory_tier, "--memory-tier"),
-        disk=DiskTierConfig(str(disk[0]), disk[1]) if disk else None,
+        tiers=choose_tiers(tier or [], memory_tier, disk_tier),
         max_running=max_running,
         max_batch_tokens=max_batch_tokens,
         snapshot_spacing=snapshot_spacing,
@@ -88,8 +96,7 @@ def serve(
     name = served_model_name or Path(model).resolve().name
 
     def announce(ready: Ready, url: str) -> None:
-        tiers = [f"memory {format_bytes(config.memory_bytes)}"] if config.memory_bytes else []
-        tiers += [f"disk {config.disk.folder} {format_bytes(config.disk.budget_bytes)}"] if config.disk else []
+        tiers = [str(each) for each in config.tiers]
         typer.echo(
             f"holdover {__version__} serves {name} at {url}/v1\n"
             f"  state: {ready.bytes_per_token:,} bytes a token, {ready.bytes_per_snapshot:,} a snapshot; "

@@ -1,7 +1,6 @@
 """Settings, each declared once: the command line and the environment (HOLDOVER_SERVE_...) are made from these."""
 
 import re
-from pathlib import Path
 
 import msgspec
 
@@ -10,6 +9,10 @@ from holdover.errors import HoldoverError
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
          "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40,
          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
+
+BUCKETS = ("s3", "gs", "az")
+DEFAULT_MEMORY_TIER = "8GiB"
+NO_LIMIT = 1 << 62
 
 
 def parse_bytes(text: str, setting: str) -> int:
@@ -32,19 +35,73 @@ def format_bytes(size: float) -> str:
     raise AssertionError
 
 
-def parse_disk_tier(text: str) -> tuple[Path, int]:
-    """Folder and budget of DIR:SIZE. Raises HoldoverError."""
+class TierConfig(msgspec.Struct, frozen=True):
+    """A tier. kind: memory, disk, s3, gs or az. place: the folder, or the URL of a bucket and a prefix in it."""
+
+    kind: str
+    place: str
+    budget_bytes: int
+
+    def __str__(self) -> str:
+        place = self.place.removeprefix("file://")
+        budget = "no limit" if self.budget_bytes == NO_LIMIT else format_bytes(self.budget_bytes)
+        return f"{self.kind} {place} {budget}" if place else f"{self.kind} {budget}"
+
+
+def parse_tier(text: str) -> TierConfig:
+    """What `--tier` says: memory:SIZE, disk:DIR:SIZE, or a bucket's URL with or without :SIZE. Raises HoldoverError."""
+    kind, colon, rest = text.partition(":")
+    if not colon or kind not in ("memory", "disk", *BUCKETS):
+        raise HoldoverError(
+            f"--tier {text!r} must be memory:SIZE, disk:DIR:SIZE, s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or "
+            "az://CONTAINER/PREFIX (with :SIZE at the end to limit it), for example disk:/var/lib/holdover:200GiB."
+        )
+    if kind == "memory":
+        return TierConfig(kind, "", parse_bytes(rest, "--tier memory: size"))
+    if kind == "disk":
+        return parse_disk_tier(rest, "--tier disk:DIR:SIZE")
+    if not rest.startswith("//") or not rest.strip("/").split("/")[0]:
+        raise HoldoverError(f"--tier {text!r} names no bucket; write {kind}://BUCKET/PREFIX.")
+    url, colon, size = text.rpartition(":")
+    if "/" in size:
+        return TierConfig(kind, text, NO_LIMIT)
+    return TierConfig(kind, url, parse_bytes(size, f"--tier {kind}: size"))
+
+
+def parse_disk_tier(text: str, setting: str = "--disk-tier") -> TierConfig:
+    """A folder and its budget, DIR:SIZE. Raises HoldoverError."""
     folder, colon, size = text.rpartition(":")
     if not colon or not folder:
-        raise HoldoverError(f"--disk-tier {text!r} must be DIR:SIZE, for example /var/lib/holdover:50GiB.")
-    return Path(folder), parse_bytes(size, "--disk-tier size")
+        raise HoldoverError(f"{setting} {text!r} must be DIR:SIZE, for example /var/lib/holdover:50GiB.")
+    return TierConfig("disk", folder, parse_bytes(size, f"{setting} size"))
 
 
-class DiskTierConfig(msgspec.Struct, frozen=True):
-    """A local-disk tier."""
+def choose_tiers(tiers: list[str], memory: str | None, disk: str | None) -> tuple[TierConfig, ...]:
+    """The tiers, nearest first, from `--tier`, or from the short forms for one of memory and one on disk.
 
-    folder: str
-    budget_bytes: int
+    Raises HoldoverError if they contradict each other.
+    """
+    if tiers and (memory is not None or disk is not None):
+        raise HoldoverError("--tier says all tiers, nearest first; leave out --memory-tier and --disk-tier.")
+    if tiers:
+        chosen = [parse_tier(text) for text in tiers if text != "none"]
+    else:
+        chosen = [] if memory in ("none", "0") else [parse_tier(f"memory:{memory or DEFAULT_MEMORY_TIER}")]
+        chosen += [parse_disk_tier(disk)] if disk else []
+    places = [(tier.kind, tier.place) for tier in chosen]
+    for place in places:
+        if places.count(place) > 1:
+            raise HoldoverError(f"--tier {':'.join(place)} is given twice.")
+    return tuple(chosen)
+
+
+def tier_names(tiers: tuple[TierConfig, ...]) -> list[str]:
+    """A name for each tier, for reports and metrics: its kind, with a number if there are several of it."""
+    names: list[str] = []
+    for tier in tiers:
+        count = sum(name.split("-")[0] == tier.kind for name in names)
+        names.append(f"{tier.kind}-{count + 1}" if count else tier.kind)
+    return names
 
 
 class EngineConfig(msgspec.Struct, frozen=True):
@@ -56,8 +113,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     dtype: str = "auto"
     device: str = "cpu"
     device_bytes: int = 2 << 30
-    memory_bytes: int | None = None
-    disk: DiskTierConfig | None = None
+    tiers: tuple[TierConfig, ...] = ()
     max_running: int | None = None
     max_batch_tokens: int = 1024
     snapshot_spacing: int = 2048

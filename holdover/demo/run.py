@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from holdover.config import EngineConfig
+from holdover.config import EngineConfig, TierConfig
 from holdover.demo.server_process import Settings
 from holdover.demo.servers import Counts, DemoServer
 from holdover.demo.traffic import distinct_prefix_positions
@@ -99,7 +99,7 @@ def _settings(plan: Plan, mode: str, device_bytes: int, tier_bytes: int) -> Sett
         from_engine="",
         dtype=plan.dtype,
         device_bytes=UNLIMITED_BYTES if mode == "unlimited" else device_bytes,
-        memory_bytes=tier_bytes if tiered else None,
+        tiers=(TierConfig("memory", "", tier_bytes),) if tiered else (),
         audit=tiered,
     )
     return Settings(config, resave=mode == "resave")

@@ -17,7 +17,7 @@ import msgspec
 import torch
 import zmq
 
-from holdover.config import EngineConfig
+from holdover.config import EngineConfig, tier_names
 from holdover.engine.engine import Engine
 from holdover.engine.messages import (
     AskStatistics,
@@ -36,12 +36,11 @@ from holdover.models.registry import load_model, model_folder
 from holdover.orphans import outlive_parent
 from holdover.state.pool import DevicePool
 from holdover.state.tree import PrefixTree
-from holdover.store.memory import MemoryTier
-from holdover.store.objects import disk_tier
+from holdover.store.objects import ObjectTier
+from holdover.store.opening import open_tier
 from holdover.store.planning import SavePlanner, plan_delta
 from holdover.store.queues import Done, SaveDone, Store
 from holdover.store.recovery import recover
-from holdover.store.tier import Tier
 
 log = logging.getLogger("holdover.engine")
 LIVE_SHARE = 8  # live states take at most this part (1/8) of device memory, unless --max-running says otherwise
@@ -72,13 +71,7 @@ def build_engine(config: EngineConfig, inbox: Inbox, plan_saves: SavePlanner) ->
     device = torch.device(config.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise HoldoverError("--device cuda: PyTorch finds no GPU on this machine; use --device cpu.")
-    tiers: list[Tier] = []
-    disk = None
-    if config.memory_bytes is not None:
-        tiers.append(MemoryTier(config.memory_bytes))
-    if config.disk is not None:
-        disk = disk_tier(Path(config.disk.folder), config.disk.budget_bytes)
-        tiers.append(disk)
+    tiers = [open_tier(each, name) for each, name in zip(config.tiers, tier_names(config.tiers), strict=True)]
     model = load_model(config.model, config.dtype, device)
     if config.context_length is not None:
         if config.context_length > model.context_length:
@@ -102,12 +95,15 @@ def build_engine(config: EngineConfig, inbox: Inbox, plan_saves: SavePlanner) ->
         audit=config.audit,
     )
     notes = []
-    if disk is not None:
-        found = recover(tree, disk, model.fingerprint)
-        store.remove_later(disk.name, found.left_behind)
+    for tier in tiers:
+        if not isinstance(tier, ObjectTier):
+            continue
+        found = recover(tree, tier, model.fingerprint)
+        store.remove_later(tier.name, found.left_behind)
         if found.rows or found.foreign or found.unusable:
             notes.append(
-                f"disk tier: {found.rows} row, {found.snapshots} snapshot and {found.windows} window segments are back"
+                f"{tier.name} tier: {found.rows} row, {found.snapshots} snapshot and {found.windows} window segments "
+                "are back"
                 + (f"; {found.foreign} of other models" if found.foreign else "")
                 + (f"; {found.unusable} can't be used" if found.unusable else "")
             )

@@ -1,15 +1,17 @@
 """Tiers on object stores, the local disk first: one object per segment, written whole or not at all."""
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import obstore
 import torch
 from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError
-from obstore.store import LocalStore, ObjectStore
+from obstore.store import LocalStore, ObjectStore, from_url
 
 from holdover.errors import TierError
 from holdover.store.ledger import Ledger
@@ -17,6 +19,9 @@ from holdover.store.tier import PutResult, PutStatus
 
 log = logging.getLogger(__name__)
 PROBE = "probe"
+REQUEST_TIMEOUT, CONNECT_TIMEOUT, RETRY_TIMEOUT = timedelta(seconds=60), timedelta(seconds=5), timedelta(seconds=20)
+ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT", "AZURE_ENDPOINT")
+MAX_RETRIES = 2  # then the tier is left alone for a while, and serving goes on without it
 
 
 def _path(name: str) -> str:
@@ -24,15 +29,37 @@ def _path(name: str) -> str:
     return f"segments/{name[:2]}/{name}"
 
 
-def disk_tier(folder: Path, budget_bytes: int) -> "ObjectTier":
+def disk_tier(folder: Path, budget_bytes: int, name: str = "disk") -> "ObjectTier":
     """The tier in one local folder. Raises TierError if the folder cannot be made, written or read."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        return ObjectTier(LocalStore(str(folder.resolve()), automatic_cleanup=False), str(folder), budget_bytes, "disk")
+        return ObjectTier(LocalStore(str(folder.resolve()), automatic_cleanup=False), str(folder), budget_bytes, name)
     except (OSError, BaseError) as error:
         raise TierError(
             f"the disk tier {folder} can't be written ({_reason(error)}). Give another folder with "
             "--disk-tier DIR:SIZE, or make this one writable."
+        ) from None
+
+
+def bucket_tier(url: str, budget_bytes: int, name: str) -> "ObjectTier":
+    """The tier in a bucket of S3, GCS or Azure, below the prefix in its URL. Credentials come from where the service's
+    own tools take them: environment, web identity, instance role. Raises TierError if it cannot be written or read."""
+    unencrypted = any(os.environ.get(name, "").startswith("http://") for name in ENDPOINT_VARIABLES)
+    try:
+        store = from_url(
+            url,
+            client_options={
+                "timeout": REQUEST_TIMEOUT,
+                "connect_timeout": CONNECT_TIMEOUT,
+                "allow_http": unencrypted,  # only where the user names such a server
+            },
+            retry_config={"max_retries": MAX_RETRIES, "retry_timeout": RETRY_TIMEOUT},
+        )
+        return ObjectTier(store, url, budget_bytes, name)
+    except (OSError, ValueError, BaseError) as error:
+        raise TierError(
+            f"the {name} tier {url} can't be used ({_reason(error)}). Check the bucket's name and region, and the "
+            "credentials in the environment."
         ) from None
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from holdover.errors import TierError
 from holdover.state.address import Tokens
-from holdover.state.node import Node, Saved, path_to
+from holdover.state.node import Saved, path_to
 from holdover.state.segment import DamagedSegment, Kind, OtherFormat, SegmentHeader, parse_header
 from holdover.state.tree import PrefixTree
 from holdover.store.objects import ObjectTier
@@ -54,9 +54,10 @@ def recover(tree: PrefixTree, tier: ObjectTier, fingerprint: str) -> Recovery:
             windows.append(header)
         else:
             snapshots.append(header)
-    ends: dict[bytes, Node] = {}
+    known = ((node.rows, node) for node in tree.nodes())  # of tiers that were read before this one
+    ends = {saved.address: node for saved, node in known if saved is not None and saved.end == node.end}
     unusable: list[SegmentHeader] = []
-    todo = [parent for parent in rows if any(header.space == parent for header, _ in rows[parent])]
+    todo = [parent for parent in rows if parent in ends or any(header.space == parent for header, _ in rows[parent])]
     while todo:
         parent_address = todo.pop()
         for header, tokens in rows.pop(parent_address, []):

@@ -58,6 +58,21 @@ def tokens_to(node: Node) -> Tokens:
     return np.concatenate([each.tokens for each in path_to(node)])
 
 
+def test_a_tier_may_keep_the_rest_of_what_another_begins(tmp_path: Path) -> None:
+    near, far = filled("mixed", tmp_path / "near"), filled("mixed", tmp_path / "far")
+    model = Oracle("mixed")
+    whole, _ = restarted("mixed", far)
+    first = next(node for node in whole.nodes() if node.start == 0 and node.rows is not None)
+    assert first.rows is not None
+    far.delete(first.rows.name)
+    tree = PrefixTree(model.layout, DevicePool(model.layout, 1 << 20, 2, torch.device("cpu")))
+    assert recover(tree, near, model.fingerprint).unusable == 0
+    found = recover(tree, far, model.fingerprint)
+    check_integrity(tree)
+    assert (found.unusable, found.left_behind) == (0, [])
+    assert found.snapshots > 0
+
+
 def test_another_models_state_is_left_alone(tmp_path: Path) -> None:
     tier = filled("mixed", tmp_path)
     count = len(list(tier.scan()))

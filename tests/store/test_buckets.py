@@ -1,0 +1,167 @@
+"""Buckets: the same tier on a real S3 server (moto's, over HTTP), through outages and restarts."""
+
+import re
+import socket
+import time
+from collections.abc import Iterator
+
+import boto3
+import pytest
+import torch
+from moto.server import ThreadedMotoServer
+
+from holdover.config import NO_LIMIT, TierConfig, choose_tiers, parse_tier, tier_names
+from holdover.errors import HoldoverError, TierError
+from holdover.store.objects import ObjectTier, bucket_tier
+from holdover.store.opening import open_tier
+from holdover.store.tier import PutStatus
+from tests.server.running import RunningServer
+
+NAME = "ab" * 32 + ".rows"
+BUCKET = "state"
+
+
+class S3:
+    """An S3 server that can be stopped and started again on its port, with what it kept."""
+
+    def __init__(self) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.start()
+
+    def start(self) -> None:
+        self.server = ThreadedMotoServer(ip_address="127.0.0.1", port=self.port, verbose=False)
+        self.server.start()
+
+    def stop(self) -> None:
+        self.server.stop()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {
+            "AWS_ACCESS_KEY_ID": "tested", "AWS_SECRET_ACCESS_KEY": "very-secret", "AWS_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
+        }  # fmt: skip
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
+    server = S3()
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    client = boto3.client("s3", region_name="us-east-1", endpoint_url=server.environment["AWS_ENDPOINT_URL"])
+    client.create_bucket(Bucket=BUCKET)
+    yield server
+    server.stop()
+
+
+def content(size: int, value: int) -> torch.Tensor:
+    return torch.full((size,), value, dtype=torch.uint8)
+
+
+def test_a_bucket_keeps_segments_once_and_finds_them_again(s3: S3) -> None:
+    tier = bucket_tier(f"s3://{BUCKET}/agents", 10_000, "s3")
+    assert tier.put(NAME, 100, lambda: content(100, 7)).status is PutStatus.KEPT
+    assert tier.put(NAME, 100, lambda: content(100, 8)).status is PutStatus.ALREADY_THERE
+    other = open_tier(TierConfig("s3", f"s3://{BUCKET}/agents", NO_LIMIT), "s3")
+    assert list(other.scan()) == [NAME]
+    with other.get(NAME) as buffer:
+        assert buffer is not None
+        assert torch.equal(buffer, content(100, 7))
+    assert list(bucket_tier(f"s3://{BUCKET}/elsewhere", 10_000, "s3").scan()) == [], "a prefix is a place of its own"
+    tier.delete(NAME)
+    assert list(bucket_tier(f"s3://{BUCKET}/agents", 10_000, "s3").scan()) == []
+
+
+def test_a_bucket_has_a_budget_too(s3: S3) -> None:
+    tier = bucket_tier(f"s3://{BUCKET}/small", 250, "s3")
+    names = [f"{i:02d}" * 32 + ".rows" for i in range(4)]
+    for name in names:
+        tier.put(name, 100, lambda: content(100, 1))
+    assert list(tier.scan()) == names[2:]
+    found = boto3.client("s3", region_name="us-east-1", endpoint_url=s3.environment["AWS_ENDPOINT_URL"])
+    assert sum(item["Size"] for item in found.list_objects_v2(Bucket=BUCKET, Prefix="small")["Contents"]) == 200
+
+
+def test_a_bucket_that_is_not_there_is_named_and_no_secret_is(s3: S3) -> None:
+    with pytest.raises(TierError, match=r"s3://absent/x can't be used.*bucket") as error:
+        bucket_tier("s3://absent/x", 1000, "s3")
+    assert "very-secret" not in str(error.value)
+
+
+def test_an_outage_is_a_fault_and_then_it_goes_on(s3: S3) -> None:
+    tier: ObjectTier = bucket_tier(f"s3://{BUCKET}/agents", 10_000, "s3")
+    tier.put(NAME, 100, lambda: content(100, 7))
+    s3.stop()
+    with pytest.raises(TierError, match="reading from the s3 tier"), tier.get(NAME):
+        pass
+    with pytest.raises(TierError, match="writing to the s3 tier"):
+        tier.put("cd" * 32 + ".rows", 100, lambda: content(100, 1))
+    s3.start()
+    assert tier.put("cd" * 32 + ".rows", 100, lambda: content(100, 1)).status is PutStatus.KEPT
+
+
+def test_a_server_on_a_bucket_resumes_after_a_restart_and_outlives_an_outage(s3: S3) -> None:
+    options = ("--device-memory", "4MiB", "--tier", "memory:64KiB", "--tier", f"s3://{BUCKET}/agents:1GiB")
+    body = {"prompt": list(range(200)), "max_tokens": 4, "temperature": 0, "return_token_ids": True}
+    with RunningServer("oracle:everything", *options, environment=s3.environment) as server:
+        assert any("memory 64.0 KiB, s3 s3://state/agents 1.0 GiB" in line for line in server.lines)
+        server.post("/v1/completions", body)
+        server.wait_for("holdover_saves_under_way", 0)
+    only = ("--device-memory", "4MiB", "--tier", f"s3://{BUCKET}/agents")
+    with RunningServer("oracle:everything", *only, environment=s3.environment) as server:
+        answer = server.post("/v1/completions", body)[1]
+        assert answer["usage"]["holdover"]["reused"] == {"s3": 200}
+        s3.stop()
+        other = {**body, "prompt": list(range(50, 250))}
+        status, answered = server.post("/v1/completions", other)
+        assert status == 200
+        server.wait_for("holdover_saves_under_way", 0)
+        assert server.metric("holdover_tier_faults_total") >= 1
+        s3.start()
+        saved = server.metric("holdover_tier_bytes_saved_total")
+        deadline = time.monotonic() + 60
+        number = 0
+        while server.metric("holdover_tier_bytes_saved_total") == saved and time.monotonic() < deadline:
+            number += 1
+            server.post("/v1/completions", {**body, "prompt": [number, *range(100)]})
+            time.sleep(1)
+        assert server.metric("holdover_tier_bytes_saved_total") > saved, "saving resumes by itself"
+        assert server.post("/v1/completions", other)[1]["choices"] == answered["choices"]
+        assert "very-secret" not in "\n".join(server.lines)
+
+
+def test_what_tier_options_mean() -> None:
+    assert parse_tier("memory:16GiB") == TierConfig("memory", "", 16 << 30)
+    assert parse_tier("disk:/var/lib/holdover:2GiB") == TierConfig("disk", "/var/lib/holdover", 2 << 30)
+    assert parse_tier("disk:C:/state:1MiB") == TierConfig("disk", "C:/state", 1 << 20)
+    assert parse_tier("s3://bucket/some/prefix") == TierConfig("s3", "s3://bucket/some/prefix", NO_LIMIT)
+    assert parse_tier("s3://bucket") == TierConfig("s3", "s3://bucket", NO_LIMIT)
+    assert parse_tier("gs://bucket/p:5GiB") == TierConfig("gs", "gs://bucket/p", 5 << 30)
+    assert parse_tier("az://container/p").kind == "az"
+    chosen = choose_tiers(["memory:1GiB", "disk:/a:1GiB", "disk:/b:1GiB", "s3://b/p"], None, None)
+    assert tier_names(chosen) == ["memory", "disk", "disk-2", "s3"]
+    assert choose_tiers([], None, None) == (TierConfig("memory", "", 8 << 30),)
+    assert choose_tiers(["none"], None, None) == choose_tiers([], "none", None) == ()
+    assert [tier.kind for tier in choose_tiers([], "1GiB", "/a:1GiB")] == ["memory", "disk"]
+
+
+@pytest.mark.parametrize(
+    ("tiers", "memory", "words"),
+    [
+        (["ftp://x/y"], None, "--tier 'ftp://x/y' must be memory:SIZE"),
+        (["memory"], None, "must be memory:SIZE"),
+        (["memory:lots"], None, "lots"),
+        (["disk:/a"], None, "DIR:SIZE"),
+        (["s3:bucket"], None, "names no bucket"),
+        (["s3://"], None, "names no bucket"),
+        (["s3://b:big"], None, "big"),
+        (["memory:1GiB", "memory:2GiB"], None, "given twice"),
+        (["disk:/a:1GiB", "disk:/a:2GiB"], None, "given twice"),
+        (["memory:1GiB"], "1GiB", "leave out --memory-tier"),
+    ],
+)
+def test_bad_tiers_are_refused_with_what_to_write(tiers: list[str], memory: str | None, words: str) -> None:
+    with pytest.raises(HoldoverError, match=re.escape(words)):
+        choose_tiers(tiers, memory, None)
