@@ -105,7 +105,7 @@ MUTANTS = [
     Mutant("window rows are put into the wrong page", "state/pool.py", "self._write(slots[:, index], rows[:, page.start", "self._write(slots[:, -1 - index], rows[:, page.start"),
     Mutant("what a branch needs of a window is thrown away", "state/node.py", "if node.snapshot_available or len(node.children) > 1:", "if node.snapshot_available:"),
     Mutant("a window is saved again with every branch", "store/planning.py", "_uncovered(max(live, each.window_start), each.end, each.windows_saved)", "_uncovered(max(live, each.window_start), each.end, each.windows_saved[:0])"),
-    Mutant("a pruned prefix leaves its windows in the tiers", "state/tree.py", "                    self._forgotten.append(saved)\n", "                    pass\n"),
+    Mutant("a pruned prefix leaves its windows in the tiers", "state/tree.py", "        self._forgotten.append(saved)\n", "        pass\n"),
     Mutant("a restart forgets the windows", "store/recovery.py", "        tree.register(saved, held)\n", "        tree.register(saved, held[:-1])\n"),
     Mutant("the last token of a prompt is not fed where its hidden vector is unknown", "state/tree.py", "ends_here = resume_node.end == resume and resume_node.snapshot_available", "ends_here = resume_node.end == resume"),
 ]  # fmt: skip
