@@ -46,7 +46,7 @@ MUTANTS = [
     ),
     Mutant(
         "thinning drops a snapshot that is being saved", "state/tree.py",
-        "if each.end in drop and each.snapshot_leases == 0:", "if each.end in drop:",
+        "if each.end in drop and not under_way:", "if each.end in drop:",
     ),
     Mutant("a slot is given out twice", "state/pool.py", "        self._num_free = first\n", "        self._num_free = first + (first > 9)\n"),
     Mutant(

@@ -189,6 +189,8 @@ class Engine:
                 ]  # fmt: skip
                 self.store.touch(names)
         for job in admission.loads:
+            for saved in job.segments:  # it may be promoted: until that is known, nobody saves the same state
+                saved.pending += 1
             self.store.load(job)
 
     def _learn_from(self, sequence: Sequence, match: Match) -> None:
@@ -364,6 +366,8 @@ class Engine:
         sequence = done.job.owner
         assert isinstance(sequence, Sequence)
         self.scheduler.remove(sequence)
+        for saved in done.job.segments:
+            saved.pending -= 1
         if done.ok:
             self.holdings.loaded(sequence, done.job)
             for tier, tokens in done.tokens_by_tier.items():
@@ -389,6 +393,8 @@ class Engine:
             self.scheduler.waiting.appendleft(sequence)
         for change in done.job.changes:
             self._tier_changed(change, sequence)
+        for saved in done.job.segments:
+            self.tree.lost(saved.name, "")  # if it went from its last tier meanwhile
         if sequence.cancelled:
             self._end(sequence)
 

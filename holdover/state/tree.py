@@ -369,7 +369,8 @@ class PrefixTree:
         drop = snapshots_to_drop([each.end for each in thinnable])
         deletable = []
         for each in thinnable:
-            if each.end in drop and each.snapshot_leases == 0:
+            under_way = each.snapshot_leases or (each.snapshot is not None and each.snapshot.pending)
+            if each.end in drop and not under_way:
                 self._drop_device_snapshot(each)
                 if each.snapshot is not None:
                     deletable.append(each.snapshot)

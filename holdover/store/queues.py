@@ -100,6 +100,12 @@ class LoadJob:
     owner: object
     changes: list[TierChange] = field(default_factory=list)
 
+    @property
+    def segments(self) -> list[Saved]:
+        """Everything that is read, each once."""
+        snapshot = [] if self.snapshot is None else [self.snapshot]
+        return list(dict.fromkeys([*(part.saved for part in self.parts), *snapshot]))
+
 
 @dataclass(eq=False, slots=True)
 class LoadDone:
@@ -201,9 +207,8 @@ class Store:
         nearest = self.tiers[0]
         if not (self.pool.on_host and nearest.immediate):
             return False
-        segments = [part.saved for part in job.parts] + ([job.snapshot] if job.snapshot is not None else [])
         nbytes = sum(len(part.slots) * state_bytes(self.layout, part.saved.kind) for part in job.parts)
-        return nbytes <= AT_ONCE_BYTES and all(nearest.name in each.tiers for each in segments)
+        return nbytes <= AT_ONCE_BYTES and all(nearest.name in each.tiers for each in job.segments)
 
     def has(self, name: str, tier: str) -> bool:
         """Whether a tier keeps a segment now, by its books."""
