@@ -1,5 +1,6 @@
 """Settings, each declared once: the command line and the environment (HOLDOVER_SERVE_...) are made from these."""
 
+import os
 import re
 
 import msgspec
@@ -43,9 +44,10 @@ class TierConfig(msgspec.Struct, frozen=True):
     budget_bytes: int
 
     def __str__(self) -> str:
-        place = self.place.removeprefix("file://")
         budget = "no limit" if self.budget_bytes == NO_LIMIT else format_bytes(self.budget_bytes)
-        return f"{self.kind} {place} {budget}" if place else f"{self.kind} {budget}"
+        if self.kind in BUCKETS:
+            return f"{self.place} {budget}"
+        return " ".join(part for part in (self.kind, self.place, budget) if part)
 
 
 def parse_tier(text: str) -> TierConfig:
@@ -62,7 +64,7 @@ def parse_tier(text: str) -> TierConfig:
         return parse_disk_tier(rest, "--tier disk:DIR:SIZE")
     if not rest.startswith("//") or not rest.strip("/").split("/")[0]:
         raise HoldoverError(f"--tier {text!r} names no bucket; write {kind}://BUCKET/PREFIX.")
-    url, colon, size = text.rpartition(":")
+    url, _, size = text.rpartition(":")
     if "/" in size:
         return TierConfig(kind, text, NO_LIMIT)
     return TierConfig(kind, url, parse_bytes(size, f"--tier {kind}: size"))
@@ -84,14 +86,18 @@ def choose_tiers(tiers: list[str], memory: str | None, disk: str | None) -> tupl
     if tiers and (memory is not None or disk is not None):
         raise HoldoverError("--tier says all tiers, nearest first; leave out --memory-tier and --disk-tier.")
     if tiers:
-        chosen = [parse_tier(text) for text in tiers if text != "none"]
+        chosen = [] if tiers == ["none"] else [parse_tier(text) for text in tiers]
     else:
         chosen = [] if memory in ("none", "0") else [parse_tier(f"memory:{memory or DEFAULT_MEMORY_TIER}")]
         chosen += [parse_disk_tier(disk)] if disk else []
-    places = [(tier.kind, tier.place) for tier in chosen]
-    for place in places:
-        if places.count(place) > 1:
-            raise HoldoverError(f"--tier {':'.join(place)} is given twice.")
+    seen = set()
+    for tier in chosen:
+        place = (tier.kind, tier.place.rstrip("/") if tier.kind in BUCKETS else os.path.abspath(tier.place))
+        if place in seen:
+            raise HoldoverError(
+                f"--tier: {tier.place or tier.kind} is given twice; each tier needs a place of its own."
+            )
+        seen.add(place)
     return tuple(chosen)
 
 

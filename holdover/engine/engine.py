@@ -309,9 +309,16 @@ class Engine:
 
     def _delete(self, segments: list[Saved]) -> None:
         for saved in segments:
-            self.store.delete(saved)
-            for audit in self.audits.values():
-                audit.removed(saved.name)
+            self._delete_from(saved.name, saved.tiers | saved.unreachable)
+
+    def _delete_from(self, name: str, tiers: set[str]) -> None:
+        self.store.delete(name, tiers)
+        for tier in tiers & self.audits.keys():
+            self.audits[tier].removed(name)
+
+    def _kept(self, name: str, tier: str) -> None:
+        if not self.tree.kept(name, tier):  # it was forgotten while the copy was under way
+            self._delete_from(name, {tier})
 
     def _save(self, sequence: Sequence) -> None:
         self._delete(self.tree.take_forgotten())  # first: what is saved now may go by the same name
@@ -335,7 +342,7 @@ class Engine:
             self.tree.release_snapshot(job.node)
         self.tree.release(job.node)
         for tier, nbytes in done.kept.items():
-            self.tree.kept(job.saved.name, tier)
+            self._kept(job.saved.name, tier)
             if not nbytes:  # its books said that it was there: nobody has asked the tier itself
                 continue
             self.tree.reachable(tier)
@@ -411,7 +418,7 @@ class Engine:
             counters.segments_lost += 1
             self._forget(change.name, change.tier)
             return
-        self.tree.kept(change.name, change.tier)
+        self._kept(change.name, change.tier)
         if change.nbytes:
             counters.segments_promoted += 1
             counters.bytes_promoted += change.nbytes

@@ -427,11 +427,13 @@ class PrefixTree:
             else:
                 node.snapshot = known
 
-    def kept(self, name: str, tier: str) -> None:
-        """A tier now keeps the segment `name`."""
-        if name in self._saved:
-            self._saved[name][0].tiers.add(tier)
-            self._saved[name][0].unreachable.discard(tier)
+    def kept(self, name: str, tier: str) -> bool:
+        """A tier now keeps the segment `name`. False if nothing here refers to it: then the tier can delete it."""
+        if name not in self._saved:
+            return False
+        self._saved[name][0].tiers.add(tier)
+        self._saved[name][0].unreachable.discard(tier)
+        return True
 
     def unreachable(self, name: str, tier: str) -> None:
         """A tier that keeps the segment `name` could not be read."""

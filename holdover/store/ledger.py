@@ -1,22 +1,27 @@
 """The books of a tier: what it keeps, how many bytes, in which order of use. The budget holds at every moment."""
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from holdover.errors import TierError
 from holdover.store.tier import PutResult, PutStatus
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class Entry:
-    """A segment in the books. `complete` once it can be read; leases: readers at this moment; doomed: removed, and kept
-    only until they have done."""
+    """A segment in the books. `complete` once it can be read; leases: readers at this moment; doomed: removed, but its
+    bytes are still there; dropping: somebody is removing them just now."""
 
     nbytes: int
     complete: bool
     leases: int = 0
     doomed: bool = False
+    dropping: bool = False
 
     @property
     def readable(self) -> bool:
@@ -26,7 +31,9 @@ class Entry:
 class Ledger:
     """Least recently used first. Room is reserved before bytes are made, so that the budget is never passed.
 
-    `drop` removes an evicted segment's bytes; it is called under the lock, so that nobody is given their room before.
+    `drop` removes a segment's bytes, and may take its time: it is called without the lock, so that nobody who only asks
+    the books waits for it. Until it is done, the bytes count. Where it raises, they count on, and are dropped when next
+    room is needed or the segment is removed again.
     """
 
     def __init__(self, budget_bytes: int, drop: Callable[[str], None]) -> None:
@@ -37,27 +44,54 @@ class Ledger:
         self._used = 0
 
     def reserve(self, name: str, nbytes: int) -> PutResult:
-        """Enter `name` as incomplete, evicting for it."""
-        with self._lock:
-            if name in self._entries:
-                doomed = self._entries[name].doomed
-                return PutResult(PutStatus.REFUSED if doomed else PutStatus.ALREADY_THERE)
-            evicted: list[str] = []
-            room = self.budget_bytes - self._used
-            for other, entry in self._entries.items():
+        """Enter `name` as incomplete, evicting for it. Raises what `drop` raises, naming all that was evicted."""
+        evicted: list[str] = []
+        while True:
+            with self._lock:
+                if name in self._entries:
+                    doomed = self._entries[name].doomed
+                    return PutResult(PutStatus.REFUSED if doomed else PutStatus.ALREADY_THERE, tuple(evicted))
+                room = self.budget_bytes - self._used
                 if room >= nbytes:
-                    break
-                if entry.complete and not entry.leases:
-                    evicted.append(other)
-                    room += entry.nbytes
-            if room < nbytes:
-                return PutResult(PutStatus.REFUSED)
-            for other in evicted:
-                self._used -= self._entries.pop(other).nbytes
-                self._drop(other)
-            self._entries[name] = Entry(nbytes, complete=False)
-            self._used += nbytes
-            return PutResult(PutStatus.KEPT, tuple(evicted))
+                    self._entries[name] = Entry(nbytes, complete=False)
+                    self._used += nbytes
+                    return PutResult(PutStatus.KEPT, tuple(evicted))
+                victims = self._victims(nbytes - room)
+                if not victims:
+                    return PutResult(PutStatus.REFUSED, tuple(evicted))
+                evicted += [other for other in victims if not self._entries[other].doomed]
+                for other in victims:
+                    self._entries[other].doomed = self._entries[other].dropping = True
+            failure: TierError | None = None
+            for other in victims:
+                try:
+                    self._drop_doomed(other)
+                except TierError as error:
+                    failure = error
+            if failure is not None:
+                failure.evicted = tuple(evicted)
+                raise failure
+
+    def _victims(self, nbytes: int) -> list[str]:
+        """What can go to make so much room, the least recently used first; nothing if it is not enough."""
+        victims = []
+        for name, entry in self._entries.items():
+            if entry.complete and not entry.leases and not entry.dropping:
+                victims.append(name)
+                nbytes -= entry.nbytes
+                if nbytes <= 0:
+                    return victims
+        return []
+
+    def _drop_doomed(self, name: str) -> None:
+        try:
+            self._drop(name)
+        except BaseException:
+            with self._lock:
+                self._entries[name].dropping = False
+            raise
+        with self._lock:
+            self._used -= self._entries.pop(name).nbytes
 
     def complete(self, name: str) -> None:
         with self._lock:
@@ -73,21 +107,20 @@ class Ledger:
             return True
 
     def remove(self, name: str) -> bool:
-        """Strike `name`; False if it was not there, or is being written. Who is reading it can read on to the end."""
+        """Strike `name`; False if it was not there, or is being written. Who is reading it can read on to the end.
+
+        Raises TierError if its bytes can't be removed; it can't be found all the same.
+        """
         with self._lock:
             entry = self._entries.get(name)
-            if entry is None or not entry.readable:
+            if entry is None or not entry.complete or entry.dropping:
                 return False
             entry.doomed = True
-            self._drop_doomed(name)
-            return True
-
-    def _drop_doomed(self, name: str) -> None:
-        entry = self._entries[name]
-        if entry.doomed and not entry.leases:
-            del self._entries[name]
-            self._used -= entry.nbytes
-            self._drop(name)
+            if entry.leases:
+                return True
+            entry.dropping = True
+        self._drop_doomed(name)
+        return True
 
     def abandon(self, name: str) -> None:
         """What was reserved could not be written."""
@@ -105,8 +138,15 @@ class Ledger:
 
     def release(self, name: str) -> None:
         with self._lock:
-            self._entries[name].leases -= 1
+            entry = self._entries[name]
+            entry.leases -= 1
+            if entry.leases or not entry.doomed:
+                return
+            entry.dropping = True
+        try:
             self._drop_doomed(name)
+        except TierError as error:  # who has read it has what it wanted
+            log.warning("%s was removed while it was read, and is still there: %s", name, error)
 
     def touch(self, names: Iterable[str]) -> None:
         with self._lock:

@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from holdover.store.tier import PutResult, PutStatus
 log = logging.getLogger(__name__)
 PROBE = "probe"
 REQUEST_TIMEOUT, CONNECT_TIMEOUT, RETRY_TIMEOUT = timedelta(seconds=60), timedelta(seconds=5), timedelta(seconds=20)
-ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT", "AZURE_ENDPOINT")
+ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT")
 MAX_RETRIES = 2  # then the tier is left alone for a while, and serving goes on without it
 
 
@@ -44,7 +44,7 @@ def disk_tier(folder: Path, budget_bytes: int, name: str = "disk") -> "ObjectTie
 def bucket_tier(url: str, budget_bytes: int, name: str) -> "ObjectTier":
     """The tier in a bucket of S3, GCS or Azure, below the prefix in its URL. Credentials come from where the service's
     own tools take them: environment, web identity, instance role. Raises TierError if it cannot be written or read."""
-    unencrypted = any(os.environ.get(name, "").startswith("http://") for name in ENDPOINT_VARIABLES)
+    unencrypted = any(os.environ.get(each, "").startswith("http://") for each in ENDPOINT_VARIABLES)
     try:
         store = from_url(
             url,
@@ -81,7 +81,7 @@ class ObjectTier:
         found.sort(key=lambda item: item["last_modified"])
         for item in reversed(found):  # newest first, as far as the budget reaches
             if not self._ledger.adopt(Path(item["path"]).name, item["size"]):
-                self._remove(Path(item["path"]).name)
+                obstore.delete(self._store, item["path"])
         self._ledger.touch([Path(item["path"]).name for item in found])
 
     def has(self, name: str) -> bool:
@@ -116,8 +116,9 @@ class ObjectTier:
         except AlreadyExistsError:
             pass
         except (OSError, BaseError) as error:
+            with suppress(TierError):
+                self._remove(name)  # should it have been written after all
             self._ledger.abandon(name)
-            self._remove(name)  # should it have been written after all
             message = f"writing to the {self.name} tier {self.place} failed: {_reason(error)}"
             raise TierError(message, evicted=result.evicted) from error
         except BaseException:
@@ -135,7 +136,7 @@ class ObjectTier:
         except (NotFoundError, FileNotFoundError):
             pass
         except (OSError, BaseError) as error:
-            log.warning("the tier %s could not remove %s: %s", self.place, name, _reason(error))
+            raise TierError(f"removing from the {self.name} tier {self.place} failed: {_reason(error)}") from error
 
     def scan(self) -> Iterator[str]:
         return self._ledger.names()

@@ -4,7 +4,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -45,6 +45,14 @@ class SaveJob:
     prefix: Tokens
     slots: Slots
     node: Node
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteJob:
+    """A segment to be removed from tiers."""
+
+    name: str
+    tiers: frozenset[str]
 
 
 @dataclass(eq=False, slots=True)
@@ -181,7 +189,7 @@ class Store:
         self.faults = {tier.name: 0 for tier in tiers}
         self.damaged = {tier.name: 0 for tier in tiers}
         start = start_worker if tiers else None
-        self._saver = start("holdover-save", self._save) if start is not None else None
+        self._saver = start("holdover-save", self._write) if start is not None else None
         self._loader = start("holdover-load", self._load_anywhere) if start is not None else None
 
     def save(self, job: SaveJob) -> None:
@@ -189,7 +197,7 @@ class Store:
         if self._saver is not None:
             self._saver.submit(job)
         else:
-            self._save(job)
+            self._write(job)
 
     def load(self, job: LoadJob) -> None:
         """Load, at once if that is so little that handing it to another thread would take longer than the copy.
@@ -218,10 +226,22 @@ class Store:
         for tier in self.tiers:
             tier.touch(names)
 
-    def delete(self, saved: Saved) -> None:
+    def delete(self, name: str, tiers: Iterable[str]) -> None:
+        """Remove a segment from tiers, after what was submitted before and before what will be. The caller never waits
+        for a tier that may be slow."""
+        job = DeleteJob(name, frozenset(tiers))
+        if self._saver is not None:
+            self._saver.submit(job)
+        else:
+            self._write(job)
+
+    def _write(self, job: SaveJob | DeleteJob) -> None:
+        if isinstance(job, SaveJob):
+            self._save(job)
+            return
         for tier in self.tiers:
-            if tier.name in saved.tiers or tier.name in saved.unreachable:
-                self._remove(tier, saved.name)
+            if tier.name in job.tiers:
+                self._remove(tier, job.name)
 
     def _remove(self, tier: Tier, name: str) -> None:
         try:

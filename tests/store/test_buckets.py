@@ -106,7 +106,7 @@ def test_a_server_on_a_bucket_resumes_after_a_restart_and_outlives_an_outage(s3:
     options = ("--device-memory", "4MiB", "--tier", "memory:64KiB", "--tier", f"s3://{BUCKET}/agents:1GiB")
     body = {"prompt": list(range(200)), "max_tokens": 4, "temperature": 0, "return_token_ids": True}
     with RunningServer("oracle:everything", *options, environment=s3.environment) as server:
-        assert any("memory 64.0 KiB, s3 s3://state/agents 1.0 GiB" in line for line in server.lines)
+        assert any("memory 64.0 KiB, s3://state/agents 1.0 GiB" in line for line in server.lines)
         server.post("/v1/completions", body)
         server.wait_for("holdover_saves_under_way", 0)
     only = ("--device-memory", "4MiB", "--tier", f"s3://{BUCKET}/agents")
@@ -158,7 +158,9 @@ def test_what_tier_options_mean() -> None:
         (["s3://"], None, "names no bucket"),
         (["s3://b:big"], None, "big"),
         (["memory:1GiB", "memory:2GiB"], None, "given twice"),
-        (["disk:/a:1GiB", "disk:/a:2GiB"], None, "given twice"),
+        (["disk:/a:1GiB", "disk:/b/../a/:2GiB"], None, "given twice"),
+        (["s3://b/p", "s3://b/p/:1GiB"], None, "given twice"),
+        (["none", "memory:1GiB"], None, "must be memory:SIZE"),
         (["memory:1GiB"], "1GiB", "leave out --memory-tier"),
     ],
 )

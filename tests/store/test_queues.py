@@ -111,7 +111,7 @@ def test_what_cannot_be_removed_goes_before_anything_else_is_saved() -> None:
     other, *_, other_job = save_job(layout, pool, 5)
     store.save(job)
     saved.tiers.add("memory")
-    store.delete(saved)
+    store.delete(saved.name, saved.tiers)
     assert tier.has(saved.name)
     now[0] += 60
     store.save(other_job)

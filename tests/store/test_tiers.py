@@ -13,7 +13,7 @@ from holdover.errors import TierError
 from holdover.store.ledger import Ledger
 from holdover.store.memory import MemoryTier
 from holdover.store.objects import disk_tier
-from holdover.store.tier import PutStatus, Tier
+from holdover.store.tier import PutResult, PutStatus, Tier
 
 NAME = "ab" * 32 + ".rows"
 
@@ -164,3 +164,50 @@ def test_who_reads_a_segment_that_is_removed_reads_on_to_the_end(tier: Tier) -> 
         assert torch.equal(buffer, content(100, 7))
     assert tier.used_bytes() == 0
     assert tier.put(NAME, 100, lambda: content(100, 8)).status is PutStatus.KEPT
+
+
+def test_whoever_asks_the_books_does_not_wait_for_a_slow_removal() -> None:
+    """A bucket takes its time to delete; the engine asks what is there at every step."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(_: str) -> None:
+        begun.set()
+        assert go_on.wait(10)
+
+    ledger = Ledger(100, slow)
+    ledger.reserve("old", 60)
+    ledger.complete("old")
+    remover = threading.Thread(target=ledger.reserve, args=("new", 80))
+    remover.start()
+    assert begun.wait(10)
+    assert not ledger.has("old")
+    ledger.touch(["old", "new"])
+    assert ledger.used_bytes == 60, "the bytes are still there"
+    assert ledger.reserve("other", 50).status is PutStatus.REFUSED
+    assert ledger.reserve("other", 40).status is PutStatus.KEPT
+    go_on.set()
+    remover.join(10)
+    assert ledger.used_bytes <= 100
+    assert not ledger.has("old")
+
+
+def test_bytes_that_cannot_be_removed_still_count() -> None:
+    stuck = True
+
+    def drop(name: str) -> None:
+        if stuck:
+            raise TierError("read-only")
+
+    ledger = Ledger(100, drop)
+    for name in ("a", "b"):
+        ledger.reserve(name, 50)
+        ledger.complete(name)
+    with pytest.raises(TierError, match="read-only") as error:
+        ledger.reserve("c", 80)
+    assert error.value.evicted == ("a", "b")
+    assert (ledger.used_bytes, ledger.has("a"), ledger.has("b")) == (100, False, False)
+    with pytest.raises(TierError, match="read-only"):
+        ledger.remove("a")
+    stuck = False
+    assert ledger.reserve("c", 80) == PutResult(PutStatus.KEPT)
+    assert ledger.used_bytes == 80
