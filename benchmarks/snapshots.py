@@ -181,7 +181,7 @@ class ByRank:
     def add(self, node: Node) -> None:
         """A snapshot has been kept; it may supersede the one before it."""
         for each in (node, older_snapshot(node)):
-            self.queue.add(each, most=4 * self.tree.num_nodes + 64)
+            self.queue.add(each)
 
     def evict_one(self) -> None:
         first = self.queue.first()

@@ -41,7 +41,7 @@ MUTANTS = [
     ),
     Mutant("a save takes no lease", "engine/engine.py", "            self.tree.lease(job.node)\n", ""),
     Mutant(
-        "a snapshot under a lease is dropped", "state/tree.py",
+        "a snapshot under a lease is dropped", "state/eviction.py",
         "lambda node: node.superseded and not node.snapshot_leases", "lambda node: node.superseded",
     ),
     Mutant(
@@ -54,7 +54,7 @@ MUTANTS = [
         "                self.pool.free_rows(slots[position : position + length])", "                pass",
     ),
     Mutant("a split hands a slot to both halves", "state/tree.py", "node.slots = node.slots[length:]", "node.slots = node.slots[length - 1 : -1]"),
-    Mutant("a released leaf is not queued for eviction", "state/tree.py", "                    self._queue(self._leaves, each)\n", "                    pass\n"),
+    Mutant("a released leaf is not queued for eviction", "state/tree.py", "                    self._order.add_rows(each)\n", "                    pass\n"),
     Mutant(
         "a sequence resumes one token late", "engine/holdings.py",
         "sequence.node, sequence.shared, sequence.position = node, position, position",
@@ -84,13 +84,13 @@ MUTANTS = [
     Mutant("the salt is ignored", "state/address.py", 'fingerprint.encode() + b"\\0" + salt.encode()', 'fingerprint.encode() + b"\\0"'),
     Mutant("an address does not cover its last tokens", "state/address.py", "material = self._chain[strides] + rest.tobytes()", "material = self._chain[strides] + rest[:-1].tobytes()"),
     Mutant("everything is saved again at every turn", "store/planning.py", "if each.rows is None and each.slots is not None:", "if each.slots is not None:"),
-    Mutant("what is being saved is saved by another too", "state/tree.py", "        if saved.tiers or saved.pending or saved.unreachable:\n", "        if saved.tiers or saved.unreachable:\n"),
+    Mutant("what is being saved is saved by another too", "state/saved.py", "        if saved.tiers or saved.pending or saved.unreachable:\n", "        if saved.tiers or saved.unreachable:\n"),
     Mutant("a tier evicts what is being read", "store/ledger.py", "if entry.complete and not entry.leases and not entry.dropping:", "if entry.complete and not entry.dropping:"),
     Mutant("a tier passes its budget", "store/ledger.py", "                if room >= nbytes:\n", "                if room >= nbytes - 500:\n"),
     Mutant("a checksum that does not hold is let pass", "state/segment.py", "if digest.hexdigest() != checksum:", "if False:"),
     Mutant("a segment under another's name is let pass", "state/segment.py", "    if header.name != name:\n", "    if False:\n"),
     Mutant("another model's segment is let pass", "state/segment.py", "    if header.fingerprint != fingerprint:\n", "    if False:\n"),
-    Mutant("what a tier has lost is not forgotten", "state/tree.py", "        saved.tiers.discard(tier)\n        saved.unreachable.discard(tier)\n", ""),
+    Mutant("what a tier has lost is not forgotten", "state/saved.py", "        saved.tiers.discard(tier)\n        saved.unreachable.discard(tier)\n", ""),
     Mutant("a tier that lost a segment never keeps it again", "store/queues.py", "            if reachable:  #", "            if damage is not None:  #"),
     Mutant("two that need the same prefix both compute it", "engine/scheduler.py", "            if self._wait_for_leader(sequence, match):\n", "            if False:\n"),
     Mutant("no snapshot is kept at a branch point", "state/policy.py", "position for position in (known, *boundaries)", "position for position in boundaries"),
@@ -105,8 +105,8 @@ MUTANTS = [
     Mutant("window rows are put into the wrong page", "state/pool.py", "self._write(slots[:, index], rows[:, page.start", "self._write(slots[:, -1 - index], rows[:, page.start"),
     Mutant("what a branch needs of a window is thrown away", "state/node.py", "if node.snapshot_available or len(node.children) > 1:", "if node.snapshot_available:"),
     Mutant("a window is saved again with every branch", "store/planning.py", "_uncovered(max(live, each.window_start), each.end, each.windows_saved)", "_uncovered(max(live, each.window_start), each.end, each.windows_saved[:0])"),
-    Mutant("a pruned prefix leaves its windows in the tiers", "state/tree.py", "        self._forgotten.append(saved)\n", "        pass\n"),
-    Mutant("a restart forgets the windows", "store/recovery.py", "        tree.register(saved, held)\n", "        tree.register(saved, held[:-1])\n"),
+    Mutant("a pruned prefix leaves its windows in the tiers", "state/saved.py", "            self._forgotten.append(saved)\n", "            pass\n"),
+    Mutant("a restart forgets the windows", "store/recovery.py", "        tree.saved.register(saved, held)\n", "        tree.saved.register(saved, held[:-1])\n"),
     Mutant("the last token of a prompt is not fed where its hidden vector is unknown", "state/tree.py", "ends_here = resume_node.end == resume and resume_node.snapshot_available", "ends_here = resume_node.end == resume"),
 ]  # fmt: skip
 

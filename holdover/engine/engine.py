@@ -167,7 +167,7 @@ class Engine:
         works = self.scheduler.plan(self._preempt)
         if works:
             self._run(works)
-        self._delete(self.tree.take_forgotten())
+        self._delete(self.tree.saved.take_forgotten())
         events, self._events = self._events, []
         return events, bool(works)
 
@@ -317,11 +317,11 @@ class Engine:
             self.audits[tier].removed(name)
 
     def _kept(self, name: str, tier: str) -> None:
-        if not self.tree.kept(name, tier):  # it was forgotten while the copy was under way
+        if not self.tree.saved.kept(name, tier):  # it was forgotten while the copy was under way
             self._delete_from(name, {tier})
 
     def _save(self, sequence: Sequence) -> None:
-        self._delete(self.tree.take_forgotten())  # first: what is saved now may go by the same name
+        self._delete(self.tree.saved.take_forgotten())  # first: what is saved now may go by the same name
         if not self.store.tiers or sequence.node is None:
             return
         context = SaveContext(
@@ -345,7 +345,7 @@ class Engine:
             self._kept(job.saved.name, tier)
             if not nbytes:  # its books said that it was there: nobody has asked the tier itself
                 continue
-            self.tree.reachable(tier)
+            self.tree.saved.reachable(tier)
             counters = self.counters.tiers[tier]
             counters.segments_saved += 1
             counters.bytes_saved += nbytes
@@ -384,7 +384,7 @@ class Engine:
                 sequence.usage.reused[tier] = sequence.usage.reused.get(tier, 0) + tokens
             for tier, nbytes in done.bytes_by_tier.items():
                 self.counters.tiers[tier].bytes_loaded += nbytes
-                self.tree.reachable(tier)
+                self.tree.saved.reachable(tier)
             for part in done.job.parts:
                 part.saved.failures = 0
             sequence.first_load = False
@@ -422,7 +422,7 @@ class Engine:
         if change.nbytes:
             counters.segments_promoted += 1
             counters.bytes_promoted += change.nbytes
-            saved = self.tree.find_saved(change.name)
+            saved = self.tree.saved.find(change.name)
             if change.tier in self.audits and saved is not None:
                 self.audits[change.tier].added(saved, sequence.tokens, sequence.space)
 

@@ -48,7 +48,7 @@ def check_integrity(tree: PrefixTree, other_slots: Slots | None = None) -> None:
             assert 0 < len(node.window) <= min(window, len(node.tokens)), "more window rows than can be of use"
             held.append(node.window.reshape(-1))
         for saved in (node.rows, node.snapshot, *node.windows_saved):
-            assert saved is None or node in tree.holders(saved), "a saved segment does not know its holder"
+            assert saved is None or node in tree.saved.holders(saved), "a saved segment does not know its holder"
         if node.rows is not None:
             assert node.rows.start <= node.start and node.end <= node.rows.end, "rows outside their segment"
         if node.snapshot is not None:

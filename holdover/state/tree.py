@@ -11,14 +11,12 @@ from typing import NamedTuple
 import numpy as np
 
 from holdover.state.address import Tokens
-from holdover.state.eviction import EvictionQueue
+from holdover.state.eviction import EvictionOrder
 from holdover.state.layout import Layout
 from holdover.state.node import Match, Node, Saved, common_length, live_windows, path_to
-from holdover.state.policy import eviction_rank, snapshots_to_drop
+from holdover.state.policy import snapshots_to_drop
 from holdover.state.pool import DevicePool, Slots
-from holdover.state.segment import Kind
-
-MOST_READ_FAILURES = 3  # of one segment: then it is given up, not its tier
+from holdover.state.saved import SavedSegments
 
 
 class Books(NamedTuple):
@@ -40,15 +38,9 @@ class PrefixTree:
         self.layout = layout
         self.pool = pool
         self._roots: dict[bytes, Node] = {}
-        self._saved: dict[str, tuple[Saved, list[Node]]] = {}
-        self._any_unreachable: set[str] = set()
-        self._forgotten: list[Saved] = []
+        self.saved = SavedSegments()
         self._snapshots_on_device: dict[Node, None] = {}
-        self._leaves = EvictionQueue(lambda node: node.evictable, self._rank_of_rows)
-        self._superseded = EvictionQueue(
-            lambda node: node.superseded and not node.snapshot_leases, self._rank_of_snapshot
-        )
-        self._horizon = 0  # with which the queues were ranked
+        self._order = EvictionOrder(layout, pool)
         self._unleased_tokens = 0
         self._unleased_window_rows = 0
         self._leased_snapshots = 0
@@ -123,28 +115,17 @@ class PrefixTree:
             last_used=node.last_used,
         )
         self.num_nodes += 1
-        self._split_window(node, upper, position)
-        node.parent.children[int(node.tokens[0])] = upper
-        node.packed = node.packed[4 * length :]
-        node.parent, node.tokens, node.start = upper, np.frombuffer(node.packed, dtype="<u4"), position
-        if node.rows is not None:
-            self._saved[node.rows.name][1].append(upper)
-        if node.slots is not None:
-            node.slots = node.slots[length:]
-        return upper
-
-    def _split_window(self, node: Node, upper: Node, position: int) -> None:
         in_upper = position - node.window_start
         if node.window is not None and in_upper > 0:
             upper.window = node.window[:in_upper]
             node.window = node.window[in_upper:] if in_upper < len(node.window) else None
-        for saved in list(node.windows_saved):
-            if saved.start < position:
-                upper.windows_saved.append(saved)
-                self._saved[saved.name][1].append(upper)
-            if saved.end <= position:
-                node.windows_saved.remove(saved)
-                self._saved[saved.name][1].remove(node)
+        node.parent.children[int(node.tokens[0])] = upper
+        node.packed = node.packed[4 * length :]
+        node.parent, node.tokens, node.start = upper, np.frombuffer(node.packed, dtype="<u4"), position
+        self.saved.split(node, upper)
+        if node.slots is not None:
+            node.slots = node.slots[length:]
+        return upper
 
     def _new_child(self, node: Node, tokens: Tokens, generated: bool = False) -> Node:
         child = Node(node, tokens.tobytes(), node.end, node.space, generated=generated)
@@ -152,7 +133,7 @@ class PrefixTree:
         node.generated_children += generated
         self.num_nodes += 1
         if node.superseded:
-            self._queue(self._superseded, node)
+            self._order.add_snapshot(node)
         return child
 
     # Leases and use
@@ -181,7 +162,7 @@ class PrefixTree:
                 self._unleased_tokens += len(each.slots)
                 self._unleased_window_rows += each.end - each.window_start
                 if each.device_children == 0:
-                    self._queue(self._leaves, each)
+                    self._order.add_rows(each)
             each = each.parent
         self._trim_windows(node, 0)
 
@@ -197,42 +178,7 @@ class PrefixTree:
         node.snapshot_leases -= 1
         self._leased_snapshots -= node.snapshot_leases == 0 and node.snapshot_slots is not None
         if node.superseded and not node.snapshot_leases:
-            self._queue(self._superseded, node)
-
-    def _queue(self, queue: EvictionQueue, node: Node) -> None:
-        queue.add(node, most=4 * self.num_nodes + 64)
-
-    def _rank_of_rows(self, node: Node) -> float:
-        """What a leaf's rows, with the snapshot at their end, are worth."""
-        pool = self.pool
-        slots = len(node.tokens) * pool.slots_per_token
-        slots += (node.end - node.window_start) * pool.slots_per_window_row
-        saved = len(node.tokens)
-        if not self.layout.resumes_anywhere:
-            slots += pool.slots_per_snapshot  # rows that end nowhere are not worth more than those with a snapshot
-            saved = self._saved_by_snapshot(node) if node.snapshot_slots is not None else saved
-        return self._rank(node, saved, slots, superseded=False)
-
-    def _rank_of_snapshot(self, node: Node) -> float:
-        """What a snapshot that is superseded is worth."""
-        return self._rank(node, self._saved_by_snapshot(node), self.pool.slots_per_snapshot, superseded=True)
-
-    def _rank(self, node: Node, saved: int, slots: int, superseded: bool) -> float:
-        return eviction_rank(
-            last_used=node.last_used,
-            saved_tokens=saved,
-            slots=slots,
-            horizon=self._horizon,
-            superseded=superseded,
-        )
-
-    @staticmethod
-    def _saved_by_snapshot(node: Node) -> int:
-        """Tokens from the next older position that can be resumed to the node's end."""
-        older = node.parent
-        while older is not None and older.parent is not None and not older.snapshot_available:
-            older = older.parent
-        return node.end - (0 if older is None else older.end)
+            self._order.add_snapshot(node)
 
     def _touch(self, node: Node) -> None:
         """Mark the path as just used; a parent is never less recent than its children."""
@@ -304,7 +250,7 @@ class PrefixTree:
         if node.leases == 0:
             self._unleased_tokens += len(slots)
             if node.device_children == 0:
-                self._queue(self._leaves, node)
+                self._order.add_rows(node)
 
     def hold_window(self, node: Node, first: int, slots: Slots) -> None:
         """Take over the window rows of the path to `node` that `slots` hold, of positions from `first` on.
@@ -356,7 +302,7 @@ class PrefixTree:
         self._snapshots_on_device[node] = None
         self._leased_snapshots += node.snapshot_leases > 0
         if node.superseded:
-            self._queue(self._superseded, node)
+            self._order.add_snapshot(node)
 
     def thin(self, node: Node) -> list[Saved]:
         """Drop snapshots of the chain that ends at `node` which its newer ones make useless, and window rows that are
@@ -374,8 +320,7 @@ class PrefixTree:
                 self._drop_device_snapshot(each)
                 if each.snapshot is not None:
                     deletable.append(each.snapshot)
-                    self._saved.pop(each.snapshot.name, None)
-                    each.snapshot = None
+                    self.saved.drop(each.snapshot)
         self._trim_windows(node, 1)
         return deletable + self._useless_windows(node)
 
@@ -397,113 +342,22 @@ class PrefixTree:
         live = dict(live_windows(node, self.layout.window)) if self.layout.window else {}
         useless = []
         for saved in dict.fromkeys(saved for each in live for saved in each.windows_saved):
-            holders = self._saved[saved.name][1]
+            holders = self.saved.holders(saved)
             if not saved.pending and all(live.get(each, 0) >= min(saved.end, each.end) for each in holders):
                 useless.append(saved)
-                for each in holders:
-                    each.windows_saved.remove(saved)
-                del self._saved[saved.name]
+                self.saved.drop(saved)
         return useless
 
     # Tiers
 
-    def register(self, saved: Saved, nodes: list[Node]) -> None:
-        """`saved` will hold the rows of `nodes` (one run of a path), window rows of them, or the snapshot at the end of
-        the one node."""
-        known, holders = self._saved.setdefault(saved.name, (saved, []))
-        for node in nodes:
-            if node not in holders:
-                holders.append(node)
-            if saved.kind is Kind.WINDOW:
-                if known not in node.windows_saved:
-                    node.windows_saved.append(known)
-                    node.windows_saved.sort(key=lambda each: -each.end)
-                continue
-            before = node.rows if saved.kind is Kind.ROWS else node.snapshot
-            if before is not known:
-                self._forget_holder(node, before)
-            if saved.kind is Kind.ROWS:
-                node.rows = known
-            else:
-                node.snapshot = known
-
-    def kept(self, name: str, tier: str) -> bool:
-        """A tier now keeps the segment `name`. False if nothing here refers to it: then the tier can delete it."""
-        if name not in self._saved:
-            return False
-        self._saved[name][0].tiers.add(tier)
-        self._saved[name][0].unreachable.discard(tier)
-        return True
-
     def unreachable(self, name: str, tier: str) -> None:
         """A tier that keeps the segment `name` could not be read."""
-        entry = self._saved.get(name)
-        if entry is None:
-            return
-        saved = entry[0]
-        saved.tiers.discard(tier)
-        saved.failures += 1
-        if saved.failures >= MOST_READ_FAILURES:
+        if not self.saved.unreachable(name, tier):
             self.lost(name, tier)
-        else:
-            saved.unreachable.add(tier)
-            self._any_unreachable.add(tier)
-
-    def reachable(self, tier: str) -> None:
-        """A tier works (again): what it could not be asked for is there."""
-        if tier not in self._any_unreachable:
-            return
-        self._any_unreachable.discard(tier)
-        for saved, _ in self._saved.values():
-            if tier in saved.unreachable:
-                saved.unreachable.discard(tier)
-                saved.tiers.add(tier)
-
-    def find_saved(self, name: str) -> Saved | None:
-        entry = self._saved.get(name)
-        return None if entry is None else entry[0]
-
-    def _forget_holder(self, node: Node, saved: Saved | None) -> None:
-        if saved is not None and saved.name in self._saved:
-            holders = self._saved[saved.name][1]
-            if node in holders:
-                holders.remove(node)
-            if not holders:
-                del self._saved[saved.name]
-
-    def _forget_window(self, saved: Saved, pruned: Node) -> None:
-        """A node that a window segment holds rows of is gone. What is left of the segment goes too: should the same
-        tokens come again, nobody could tell that their rows are in it, and they would be saved twice."""
-        _, holders = self._saved.pop(saved.name, (saved, []))
-        for node in holders:
-            if node is not pruned:
-                node.windows_saved.remove(saved)
-        self._forgotten.append(saved)
-
-    def take_forgotten(self) -> list[Saved]:
-        """Saved segments that were of use only with rows that are gone, and which the tiers can delete."""
-        forgotten, self._forgotten = self._forgotten, []
-        return forgotten
 
     def lost(self, name: str, tier: str) -> None:
         """A tier does not keep the segment `name`, or no longer."""
-        entry = self._saved.get(name)
-        if entry is None:
-            return
-        saved, holders = entry
-        saved.tiers.discard(tier)
-        saved.unreachable.discard(tier)
-        if saved.tiers or saved.pending or saved.unreachable:
-            return
-        del self._saved[name]
-        for node in holders:
-            if saved.kind is Kind.ROWS:
-                node.rows = None
-            elif saved.kind is Kind.WINDOW:
-                node.windows_saved.remove(saved)
-            else:
-                node.snapshot = None
-        for node in list(holders):
+        for node in self.saved.lost(name, tier):
             self._prune(node)
 
     def graft(self, parent: Node, tokens: Tokens, saved: Saved, tier: str) -> Node:
@@ -518,8 +372,8 @@ class PrefixTree:
                 child = self._split(child, child.start + length)
             nodes.append(child)
             node, position = child, position + length
-        self.register(saved, nodes)
-        self.kept(saved.name, tier)
+        self.saved.register(saved, nodes)
+        self.saved.kept(saved.name, tier)
         return node
 
     def split_at(self, node: Node, position: int) -> Node:
@@ -538,15 +392,13 @@ class PrefixTree:
         """
         pool = self.pool
         if pool.num_free < count:
-            self._follow_horizon()
-        while pool.num_free < count:
-            leaf, snapshot = self._leaves.first(), self._superseded.first()
-            if snapshot is not None and (leaf is None or snapshot[0] <= leaf[0]):
-                self._drop_device_snapshot(snapshot[1])
-            elif leaf is not None:
-                self._evict_rows(leaf[1])
+            self._order.follow(len(self._snapshots_on_device))
+        while pool.num_free < count and (first := self._order.first()) is not None:
+            node, with_rows = first
+            if with_rows:
+                self._evict_rows(node)
             else:
-                break
+                self._drop_device_snapshot(node)
         if pool.num_free < count:
             for node in sorted(self._snapshots_on_device, key=lambda node: node.last_used):
                 if node.snapshot_leases == 0:
@@ -554,14 +406,6 @@ class PrefixTree:
                     if pool.num_free >= count:
                         break
         return pool.num_free >= count
-
-    def _follow_horizon(self) -> None:
-        """Rank the queues anew when the number of snapshots has changed by more than an eighth."""
-        horizon = len(self._snapshots_on_device)
-        if abs(horizon - self._horizon) * 8 > self._horizon:
-            self._horizon = horizon
-            self._leaves.rank_again()
-            self._superseded.rank_again()
 
     def evictable_slots(self) -> int:
         """Slots that `make_room` could free."""
@@ -592,7 +436,7 @@ class PrefixTree:
         if node.parent is not None:
             node.parent.device_children -= 1
             if node.parent.evictable:
-                self._queue(self._leaves, node.parent)
+                self._order.add_rows(node.parent)
         if node.snapshot_leases == 0:
             self._drop_device_snapshot(node)
         self._prune(node)
@@ -608,18 +452,14 @@ class PrefixTree:
             and node.loading is None
             and node.snapshot_slots is None
         ):
-            for saved in node.windows_saved:
-                self._forget_window(saved, node)
-            self._forget_holder(node, node.snapshot)
-            if node.snapshot is not None and node.snapshot.name not in self._saved:
-                self._forgotten.append(node.snapshot)
+            self.saved.pruned(node)
             parent = node.parent
             if parent.children.get(int(node.tokens[0])) is node:
                 del parent.children[int(node.tokens[0])]
                 parent.generated_children -= node.generated
                 self.num_nodes -= 1
                 if parent.superseded:
-                    self._queue(self._superseded, parent)
+                    self._order.add_snapshot(parent)
             node = parent
 
     # Checking
@@ -639,16 +479,12 @@ class PrefixTree:
         """What the tree has counted and queued, for integrity checks."""
         return Books(
             set(self._snapshots_on_device),
-            self._leaves.nodes(),
-            self._superseded.nodes(),
+            self._order.leaves.nodes(),
+            self._order.superseded.nodes(),
             self._unleased_tokens,
             self._unleased_window_rows,
             self._leased_snapshots,
         )
-
-    def holders(self, saved: Saved) -> list[Node]:
-        """Nodes whose state a saved segment holds."""
-        return self._saved[saved.name][1]
 
     def num_leases(self) -> int:
         return sum(node.leases + node.snapshot_leases for node in self.nodes())

@@ -88,7 +88,7 @@ def rows_job(
     """A job that saves the rows of a run of nodes as one segment."""
     start, end = run[0].start, run[-1].end
     saved = Saved(Kind.ROWS, address, start, end)
-    tree.register(saved, run)
+    tree.saved.register(saved, run)
     header = SegmentHeader(Kind.ROWS, context.fingerprint, context.space, address, parent, start, end)
     return SaveJob(saved, header, context.tokens[:end], np.concatenate(slots), run[-1])
 
@@ -97,7 +97,7 @@ def snapshot_job(tree: PrefixTree, node: Node, context: SaveContext, address: by
     """A job that saves the snapshot at a node's end."""
     assert node.snapshot_slots is not None
     saved = Saved(Kind.SNAPSHOT, address, node.end, node.end)
-    tree.register(saved, [node])
+    tree.saved.register(saved, [node])
     header = SegmentHeader(Kind.SNAPSHOT, context.fingerprint, context.space, address, parent, node.end, node.end)
     return SaveJob(saved, header, context.tokens[: node.end], node.snapshot_slots, node)
 
@@ -108,7 +108,7 @@ def window_job(
     """A job that saves the window rows `[first, last)` of a node; slots: [last - first, slots_per_window_row]."""
     assert node.rows is not None
     saved = Saved(Kind.WINDOW, address, first, last)
-    tree.register(saved, [node])
+    tree.saved.register(saved, [node])
     parent = node.rows.address
     header = SegmentHeader(Kind.WINDOW, context.fingerprint, context.space, address, parent, first, last)
     return SaveJob(saved, header, context.tokens[:last], slots, node)

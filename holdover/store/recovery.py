@@ -77,8 +77,8 @@ def recover(tree: PrefixTree, tier: ObjectTier, fingerprint: str) -> Recovery:
             continue
         node = tree.split_at(last, header.end)
         saved = Saved(Kind.SNAPSHOT, header.address, header.end, header.end)
-        tree.register(saved, [node])
-        tree.kept(saved.name, tier.name)
+        tree.saved.register(saved, [node])
+        tree.saved.kept(saved.name, tier.name)
         result.snapshots += 1
     for header in windows:
         last = ends.get(header.parent)
@@ -87,8 +87,8 @@ def recover(tree: PrefixTree, tier: ObjectTier, fingerprint: str) -> Recovery:
             unusable.append(header)
             continue
         saved = Saved(Kind.WINDOW, header.address, header.start, header.end)
-        tree.register(saved, held)
-        tree.kept(saved.name, tier.name)
+        tree.saved.register(saved, held)
+        tree.saved.kept(saved.name, tier.name)
         result.windows += 1
     unusable += [header for left in rows.values() for header, _ in left]
     for header in unusable:

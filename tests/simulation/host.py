@@ -209,7 +209,7 @@ class Host:
         assert len(self.engine.holdings._free_live_rows) == self.pool.max_running, "a live row is lost"
         ended = counters.requests_finished + counters.requests_cancelled + counters.requests_failed
         assert ended == counters.requests, "law 8: requests do not add up"
-        for saved, _ in self.tree._saved.values():
+        for saved in self.tree.saved.all():
             assert saved.pending == 0, f"{saved.name} is being saved for ever"
         for tier in self.tiers:
             tier.check_at_rest()

@@ -109,8 +109,8 @@ def test_a_split_moves_no_bytes_and_keeps_what_is_saved() -> None:
     tree = make()
     node = publish(tree, [1, 2, 3, 4])
     saved = Saved(Kind.ROWS, b"a" * 32, 0, 4)
-    tree.register(saved, [node])
-    tree.kept(saved.name, "memory")
+    tree.saved.register(saved, [node])
+    tree.saved.kept(saved.name, "memory")
     before = tree.slots_of(node).tolist()
     upper = tree.split_at(node, 2)
     assert (upper.start, upper.end, node.start, node.end) == (0, 2, 2, 4)
@@ -128,7 +128,7 @@ def test_what_is_being_saved_is_not_forgotten_when_a_tier_evicts_it_meanwhile() 
     tree = make()
     node = publish(tree, [1, 2, 3, 4])
     saved = Saved(Kind.ROWS, b"a" * 32, 0, 4)
-    tree.register(saved, [node])
+    tree.saved.register(saved, [node])
     saved.pending = 1
     tree.lost(saved.name, "memory")
     assert node.rows is saved, "or the next turn would save it again"
@@ -141,8 +141,8 @@ def test_rows_that_left_the_device_are_found_in_a_tier() -> None:
     tree = make(slots=40)
     node = publish(tree, [1, 2, 3])
     for saved in (Saved(Kind.ROWS, b"r" * 32, 0, 3), Saved(Kind.SNAPSHOT, b"s" * 32, 3, 3)):
-        tree.register(saved, [node])
-        tree.kept(saved.name, "memory")
+        tree.saved.register(saved, [node])
+        tree.saved.kept(saved.name, "memory")
     tree.make_room(tree.pool.num_slots)
     assert node.slots is None
     assert tree.match(tree.root(SPACE), as_tokens([1, 2, 3])).position == 3
@@ -206,8 +206,8 @@ class TreeMachine(RuleBasedStateMachine):
             if each.rows is None and each.slots is not None:
                 self.serial += 1
                 saved = Saved(Kind.ROWS, self.serial.to_bytes(32, "big"), each.start, each.end)
-                self.tree.register(saved, [each])
-                self.tree.kept(saved.name, "memory")
+                self.tree.saved.register(saved, [each])
+                self.tree.saved.kept(saved.name, "memory")
 
     @rule(data=st.data())
     def lose(self, data: st.DataObject) -> None:

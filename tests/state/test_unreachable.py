@@ -6,8 +6,9 @@ import pytest
 from holdover.state.address import as_tokens
 from holdover.state.integrity import check_integrity
 from holdover.state.node import Node, Saved
+from holdover.state.saved import MOST_READ_FAILURES
 from holdover.state.segment import Kind
-from holdover.state.tree import MOST_READ_FAILURES, PrefixTree
+from holdover.state.tree import PrefixTree
 from holdover.store.planning import SaveContext, plan_delta
 from tests.state.test_tree import SPACE, make, publish
 
@@ -19,8 +20,8 @@ def saved_tree() -> tuple[PrefixTree, Node]:
     tree = make(slots=40)
     node = publish(tree, TOKENS)
     for saved in (Saved(Kind.ROWS, b"r" * 32, 0, 4), Saved(Kind.SNAPSHOT, b"s" * 32, 4, 4)):
-        tree.register(saved, [node])
-        tree.kept(saved.name, "objects")
+        tree.saved.register(saved, [node])
+        tree.saved.kept(saved.name, "objects")
     tree.make_room(tree.pool.num_slots)
     return tree, node
 
@@ -40,11 +41,11 @@ def test_it_is_known_again_when_the_tier_works_again() -> None:
     context = SaveContext("model", SPACE, None, np.array(TOKENS), None)  # type: ignore[arg-type]
     assert not plan_delta(tree, node, context), "and not saved there a second time"
     tree.make_room(tree.pool.num_slots)
-    tree.reachable("memory")
+    tree.saved.reachable("memory")
     assert position(tree) == 0
-    tree.reachable("objects")
+    tree.saved.reachable("objects")
     assert position(tree) == 4
-    tree.reachable("objects")
+    tree.saved.reachable("objects")
     check_integrity(tree)
 
 
@@ -54,8 +55,8 @@ def test_what_can_never_be_read_is_given_up() -> None:
     name = node.rows.name
     for _ in range(MOST_READ_FAILURES):
         tree.unreachable(name, "objects")
-        tree.reachable("objects")
-    assert tree.find_saved(name) is None
+        tree.saved.reachable("objects")
+    assert tree.saved.find(name) is None
     assert position(tree) == 0
     tree.unreachable("unknown.rows", "objects")
     check_integrity(tree)
@@ -67,7 +68,7 @@ def test_a_tier_can_evict_what_it_could_not_be_read_for() -> None:
     name = node.rows.name
     tree.unreachable(name, "objects")
     tree.lost(name, "objects")
-    assert tree.find_saved(name) is None
+    assert tree.saved.find(name) is None
     check_integrity(tree)
 
 
@@ -87,6 +88,6 @@ def test_the_queues_do_not_grow_without_bound() -> None:
     for _ in range(1000):
         tree.lease(node)
         tree.release(node)
-    assert len(tree._leaves) < 4 * tree.num_nodes + 80
+    assert len(tree._order.leaves) < 80
     check_integrity(tree)
     assert tree.make_room(tree.pool.num_slots)

@@ -151,7 +151,7 @@ class WindowMachine(RuleBasedStateMachine):
         if save:
             self.save(node, wanted)
         tree.release(node)
-        for saved in tree.take_forgotten():
+        for saved in tree.saved.take_forgotten():
             self.tier.pop(saved.name, None)
 
     def save(self, node: Node, tokens: Tokens) -> None:
@@ -165,7 +165,7 @@ class WindowMachine(RuleBasedStateMachine):
                 self.pool.copy_window(job.slots, self.tier[name])
                 for i, row in enumerate(self.tier[name]):
                     assert row.numpy().tobytes() == digest(tokens, job.saved.start + i), "another's row is saved"
-            self.tree.kept(name, "memory")
+            self.tree.saved.kept(name, "memory")
 
     @rule(count=st.integers(1, 300))
     def evict(self, count: int) -> None:
@@ -182,7 +182,7 @@ class WindowMachine(RuleBasedStateMachine):
     def whole(self) -> None:
         if hasattr(self, "tree"):
             check_integrity(self.tree)
-            for saved in self.tree.take_forgotten():
+            for saved in self.tree.saved.take_forgotten():
                 self.tier.pop(saved.name, None)
             segments = {saved.name: saved for node in self.tree.nodes() for saved in node.windows_saved}
             windows = {name for name in self.tier if name.endswith(".window")}

@@ -45,7 +45,7 @@ def save_job(layout: Layout, pool: DevicePool, num_tokens: int) -> tuple[Saved, 
     address, space = chain.address(num_tokens), chain.address(0)
     saved = Saved(Kind.ROWS, address, 0, num_tokens)
     header = SegmentHeader(Kind.ROWS, "model", space, address, space, 0, num_tokens)
-    tree.register(saved, [node])
+    tree.saved.register(saved, [node])
     return saved, node, slots, rows, SaveJob(saved=saved, header=header, prefix=tokens, slots=slots, node=node)
 
 
