@@ -1,48 +1,19 @@
-"""Buckets: the same tier on a real S3 server (moto's, over HTTP), through outages and restarts."""
+"""Buckets: the same tier on a real S3 server (moto's, over HTTP), through outages."""
 
 import re
-import socket
-import time
 from collections.abc import Iterator
 
-import boto3
 import pytest
 import torch
-from moto.server import ThreadedMotoServer
 
 from holdover.config import NO_LIMIT, TierConfig, choose_tiers, parse_tier, tier_names
 from holdover.errors import HoldoverError, TierError
 from holdover.store.objects import ObjectTier, bucket_tier
 from holdover.store.opening import open_tier
 from holdover.store.tier import PutStatus
-from tests.server.running import RunningServer
+from tests.s3 import BUCKET, S3, s3_client
 
 NAME = "ab" * 32 + ".rows"
-BUCKET = "state"
-
-
-class S3:
-    """An S3 server that can be stopped and started again on its port, with what it kept."""
-
-    def __init__(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self.start()
-
-    def start(self) -> None:
-        self.server = ThreadedMotoServer(ip_address="127.0.0.1", port=self.port, verbose=False)
-        self.server.start()
-
-    def stop(self) -> None:
-        self.server.stop()
-
-    @property
-    def environment(self) -> dict[str, str]:
-        return {
-            "AWS_ACCESS_KEY_ID": "tested", "AWS_SECRET_ACCESS_KEY": "very-secret", "AWS_REGION": "us-east-1",
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
-        }  # fmt: skip
 
 
 @pytest.fixture
@@ -50,8 +21,6 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
     server = S3()
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
-    client = boto3.client("s3", region_name="us-east-1", endpoint_url=server.environment["AWS_ENDPOINT_URL"])
-    client.create_bucket(Bucket=BUCKET)
     yield server
     server.stop()
 
@@ -80,8 +49,10 @@ def test_a_bucket_has_a_budget_too(s3: S3) -> None:
     for name in names:
         tier.put(name, 100, lambda: content(100, 1))
     assert list(tier.scan()) == names[2:]
-    found = boto3.client("s3", region_name="us-east-1", endpoint_url=s3.environment["AWS_ENDPOINT_URL"])
-    assert sum(item["Size"] for item in found.list_objects_v2(Bucket=BUCKET, Prefix="small")["Contents"]) == 200
+    assert (
+        sum(item["Size"] for item in s3_client(s3.port).list_objects_v2(Bucket=BUCKET, Prefix="small")["Contents"])
+        == 200
+    )
 
 
 def test_a_bucket_that_is_not_there_is_named_and_no_secret_is(s3: S3) -> None:
@@ -100,36 +71,6 @@ def test_an_outage_is_a_fault_and_then_it_goes_on(s3: S3) -> None:
         tier.put("cd" * 32 + ".rows", 100, lambda: content(100, 1))
     s3.start()
     assert tier.put("cd" * 32 + ".rows", 100, lambda: content(100, 1)).status is PutStatus.KEPT
-
-
-def test_a_server_on_a_bucket_resumes_after_a_restart_and_outlives_an_outage(s3: S3) -> None:
-    options = ("--device-memory", "4MiB", "--tier", "memory:64KiB", "--tier", f"s3://{BUCKET}/agents:1GiB")
-    body = {"prompt": list(range(200)), "max_tokens": 4, "temperature": 0, "return_token_ids": True}
-    with RunningServer("oracle:everything", *options, environment=s3.environment) as server:
-        assert any("memory 64.0 KiB, s3://state/agents 1.0 GiB" in line for line in server.lines)
-        server.post("/v1/completions", body)
-        server.wait_for("holdover_saves_under_way", 0)
-    only = ("--device-memory", "4MiB", "--tier", f"s3://{BUCKET}/agents")
-    with RunningServer("oracle:everything", *only, environment=s3.environment) as server:
-        answer = server.post("/v1/completions", body)[1]
-        assert answer["usage"]["holdover"]["reused"] == {"s3": 200}
-        s3.stop()
-        other = {**body, "prompt": list(range(50, 250))}
-        status, answered = server.post("/v1/completions", other)
-        assert status == 200
-        server.wait_for("holdover_saves_under_way", 0)
-        assert server.metric("holdover_tier_faults_total") >= 1
-        s3.start()
-        saved = server.metric("holdover_tier_bytes_saved_total")
-        deadline = time.monotonic() + 60
-        number = 0
-        while server.metric("holdover_tier_bytes_saved_total") == saved and time.monotonic() < deadline:
-            number += 1
-            server.post("/v1/completions", {**body, "prompt": [number, *range(100)]})
-            time.sleep(1)
-        assert server.metric("holdover_tier_bytes_saved_total") > saved, "saving resumes by itself"
-        assert server.post("/v1/completions", other)[1]["choices"] == answered["choices"]
-        assert "very-secret" not in "\n".join(server.lines)
 
 
 def test_what_tier_options_mean() -> None:
