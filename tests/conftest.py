@@ -1,6 +1,7 @@
 """Shared fixtures. Everything that tests make lies in folders of their own."""
 
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,9 @@ from hypothesis import settings
 
 settings.register_profile("holdover", deadline=None)  # a slow machine is no failure
 settings.load_profile("holdover")
+
+# A shell that starts the tests in the background has them, and all that they start, ignore Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Compiled kernels and the demo's model: made once a run, in a folder that goes with it.
 _cache = tempfile.TemporaryDirectory(prefix="holdover-tests-")
