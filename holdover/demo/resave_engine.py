@@ -11,8 +11,8 @@ from holdover.engine.process import main
 from holdover.state.address import AddressChain, address_key
 from holdover.state.node import Node, path_to
 from holdover.state.tree import PrefixTree
-from holdover.store.planning import SaveContext, rows_job, snapshot_job
-from holdover.store.queues import SaveJob
+from holdover.store.jobs import SaveContext, SaveJob
+from holdover.store.planning import rows_job, snapshot_job
 
 
 def plan_whole(tree: PrefixTree, node: Node, context: SaveContext) -> list[SaveJob]:

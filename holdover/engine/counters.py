@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class TierCounters:
-    """Of one tier, since the start. saved: from the device; promoted: copied from a farther tier on loading.
+    """Of one tier, since the start. saved: from the device; promoted: copied from a farther tier on loading; found:
+    of those that another engine saved, or this one before it was restarted.
 
     bytes_new_state: saved state that the tier did not keep before, without headers.
     """
@@ -13,6 +14,7 @@ class TierCounters:
     segments_saved: int = 0
     bytes_saved: int = 0
     bytes_new_state: int = 0
+    segments_found: int = 0
     segments_promoted: int = 0
     bytes_promoted: int = 0
     bytes_loaded: int = 0

@@ -16,26 +16,40 @@ from holdover.engine.scheduler import Scheduler, Work
 from holdover.engine.sequence import Sequence, Status
 from holdover.engine.text import NoText, StopStrings, TextDecoder
 from holdover.models.base import Model
-from holdover.state.address import AddressChain, address_key, as_tokens
+from holdover.state.address import AddressChain, Tokens, address_key, as_tokens
 from holdover.state.integrity import check_integrity
-from holdover.state.node import Match, Saved, path_to
+from holdover.state.node import Match, Node, Saved, path_to
 from holdover.state.policy import ResponseReturns
 from holdover.state.pool import DevicePool
 from holdover.state.segment import Kind, state_bytes
 from holdover.state.tree import PrefixTree
 from holdover.store.audit import TierAudit
-from holdover.store.planning import SaveContext, SavePlanner, plan_delta
-from holdover.store.queues import Change, Done, LoadDone, SaveDone, Store, TierChange
+from holdover.store.jobs import (
+    Change,
+    Done,
+    FindDone,
+    FindJob,
+    Found,
+    LoadDone,
+    SaveContext,
+    SaveDone,
+    SaveJob,
+    TierChange,
+)
+from holdover.store.planning import SavePlanner, plan_delta
+from holdover.store.queues import Store
 
 log = logging.getLogger(__name__)
 Event = Output | Failed
+FIND_FROM_TOKENS = 64
 
 
 class Engine:
     """One model, one device pool, one prefix tree, one store.
 
     `new_decoder` makes a TextDecoder for each sequence. `plan_saves` decides what a turn saves. With `audit`, copies
-    of each prefix position in each tier are counted.
+    of each prefix position in each tier are counted. Shared tiers are asked about a prompt of which at least
+    `find_from` tokens would have to be computed.
     """
 
     def __init__(
@@ -50,6 +64,7 @@ class Engine:
         new_decoder: Callable[[], TextDecoder] = NoText,
         plan_saves: SavePlanner = plan_delta,
         audit: bool = False,
+        find_from: int = FIND_FROM_TOKENS,
     ) -> None:
         self.model = model
         self.pool = pool
@@ -64,6 +79,8 @@ class Engine:
         self._new_decoder = new_decoder
         self._plan_saves = plan_saves
         self._sequences: dict[int, list[Sequence]] = {}
+        self._find_from = find_from
+        self._finding: dict[FindJob, list[Sequence]] = {}  # requests that wait to hear what shared tiers know
         self._events: list[Event] = []
         self._saves_under_way = 0
 
@@ -116,8 +133,22 @@ class Engine:
                 )
             )
         self._sequences[request.id] = sequences
-        self.scheduler.waiting.extend(sequences)
         self.counters.prompt_tokens += len(prompt)
+        job = self._find_job(request, prompt, AddressChain(key, prompt)) if self.store.shared_tiers else None
+        if job is not None and self.store.find(job):
+            self._finding[job] = sequences
+        else:
+            self.scheduler.waiting.extend(sequences)
+
+    def _find_job(self, request: Generate, prompt: Tokens, chain: AddressChain) -> FindJob | None:
+        """What to ask the shared tiers about a prompt; None if there is too little to gain."""
+        root = self.tree.root(chain.address(0))
+        resume = self.tree.match(root, prompt).position
+        if len(prompt) - resume < self._find_from:
+            return None
+        known = {tier.name: self.tree.covered_by(root, prompt, tier.name) for tier in self.store.shared_tiers}
+        boundaries = [each for each in request.boundaries if 0 < each <= len(prompt)]
+        return FindJob(request.id, self.model.fingerprint, root.space, chain, prompt, known, resume, boundaries)
 
     def cancel(self, request_id: int) -> None:
         """The client has gone: free what the request holds. What it has published stays."""
@@ -144,7 +175,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step would do something now."""
-        return bool(self.scheduler.running or self.scheduler.waiting or self._events)
+        return bool(self.scheduler.running or self.scheduler.waiting or self._finding or self._events)
 
     @property
     def idle(self) -> bool:
@@ -161,8 +192,12 @@ class Engine:
         for each in done:
             if isinstance(each, SaveDone):
                 self._save_done(each)
-            else:
+            elif isinstance(each, LoadDone):
                 self._load_done(each)
+            else:
+                self._find_done(each)
+        for job in [job for job in self._finding if self.store.overdue(job)]:
+            self._go_on(job)
         self._admit()
         works = self.scheduler.plan(self._preempt)
         if works:
@@ -305,7 +340,33 @@ class Engine:
         sequence.status = Status.WAITING
         self.scheduler.waiting.appendleft(sequence)
 
-    # Saving and loading
+    # Finding, saving and loading
+
+    def _find_done(self, done: FindDone) -> None:
+        """What shared tiers know of a prompt joins the tree, however late it comes."""
+        job = done.job
+        self.store.found(job)
+        for found in done.found:
+            self._learn(found, self.tree.root(job.space), job.tokens)
+        self._go_on(job)
+
+    def _go_on(self, job: FindJob) -> None:
+        sequences = self._finding.pop(job, [])
+        self.scheduler.waiting.extend(each for each in sequences if not each.cancelled)
+
+    def _learn(self, found: Found, root: Node, tokens: Tokens) -> None:
+        """A tier keeps a segment of this prefix that another engine saved, or this one before a restart."""
+        header = found.header
+        saved = Saved(header.kind, header.address, header.start, header.end)
+        tree = self.tree
+        if header.kind is Kind.ROWS:
+            parent = tree.node_ending_at(root, tokens, header.start)
+            if parent is not None and tree.graft(parent, found.tokens, saved, found.tier) is not None:
+                self.counters.tiers[found.tier].segments_found += 1
+            return
+        node = tree.node_ending_at(root, tokens, header.end)
+        if node is not None and tree.learn(node, saved, found.tier):
+            self.counters.tiers[found.tier].segments_found += 1
 
     def _delete(self, segments: list[Saved]) -> None:
         for saved in segments:
@@ -327,17 +388,30 @@ class Engine:
         context = SaveContext(
             self.model.fingerprint, sequence.space, sequence.chain, sequence.tokens, sequence.request.session
         )
-        for job in self._plan_saves(self.tree, sequence.node, context):
+        self._save_path(sequence.node, context)
+
+    def _save_path(self, node: Node, context: SaveContext) -> None:
+        for job in self._plan_saves(self.tree, node, context):
             self.tree.lease(job.node)
             if job.header.kind is Kind.SNAPSHOT:
                 self.tree.lease_snapshot(job.node)
             self._saves_under_way += 1
             self.store.save(job)
 
+    def _take_over(self, job: SaveJob, other: Found) -> None:
+        """Another engine has saved this prefix, cut elsewhere: its segment counts, and what it lacks is saved."""
+        self.tree.saved.drop(job.saved)
+        self._learn(other, self.tree.root(job.context.space), job.context.tokens)
+        if self.tree.saved.find(other.header.name) is not None:
+            self._delete(self.tree.saved.take_forgotten())
+            self._save_path(job.node, job.context)
+
     def _save_done(self, done: SaveDone) -> None:
         job = done.job
         self._saves_under_way -= 1
         job.saved.pending -= 1
+        if done.other is not None and not job.saved.tiers:
+            self._take_over(job, done.other)
         if job.header.kind is Kind.SNAPSHOT:
             self.tree.release_snapshot(job.node)
         self.tree.release(job.node)

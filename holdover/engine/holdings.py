@@ -6,13 +6,17 @@ from enum import Enum
 import numpy as np
 
 from holdover.engine.sequence import Sequence
+from holdover.state.address import as_tokens
 from holdover.state.node import Match, Node, Saved, path_to
 from holdover.state.pool import DevicePool, Slots
 from holdover.state.segment import Kind
 from holdover.state.tree import PrefixTree
-from holdover.store.queues import LoadJob, LoadPart
+from holdover.store.jobs import LoadJob, LoadPart
 
 GROWTH_RESERVE_TOKENS = 32  # kept free for each running sequence, so that admitting one does not preempt another
+
+
+NO_TOKENS = as_tokens([])  # window segments hold none
 
 
 class Taken(Enum):
@@ -130,10 +134,10 @@ class Holdings:
             assert each.rows is not None
             slots = self._allocate_rows(len(each.tokens))
             each.loading = job
-            parts.append(LoadPart(each.rows, each, each.start, each.end, slots))
+            parts.append(LoadPart(each.rows, each, each.start, each.end, slots, each.tokens))
             table.append(slots)
         for each, (saved, first, last) in windows:
-            parts.append(LoadPart(saved, each, first, last, self._allocate_window(last - first)))
+            parts.append(LoadPart(saved, each, first, last, self._allocate_window(last - first), NO_TOKENS))
         table.append(self._allocate_rows(length - position))
         filled = np.concatenate(table)
         sequence.table = np.empty(len(sequence.tokens), dtype=np.int64)

@@ -17,7 +17,7 @@ import msgspec
 import torch
 import zmq
 
-from holdover.config import EngineConfig, tier_names
+from holdover.config import EngineConfig, format_bytes, tier_names
 from holdover.engine.engine import Engine
 from holdover.engine.messages import (
     AskStatistics,
@@ -36,11 +36,11 @@ from holdover.models.registry import load_model, model_folder
 from holdover.orphans import outlive_parent
 from holdover.state.pool import DevicePool
 from holdover.state.tree import PrefixTree
+from holdover.store.jobs import Done, SaveDone
 from holdover.store.objects import ObjectTier
 from holdover.store.opening import open_tier
 from holdover.store.planning import SavePlanner, plan_delta
-from holdover.store.queues import Done, SaveDone, Store
-from holdover.store.recovery import recover
+from holdover.store.queues import Store
 
 log = logging.getLogger("holdover.engine")
 LIVE_SHARE = 8  # live states take at most this part (1/8) of device memory, unless --max-running says otherwise
@@ -94,19 +94,11 @@ def build_engine(config: EngineConfig, inbox: Inbox, plan_saves: SavePlanner) ->
         plan_saves=plan_saves,
         audit=config.audit,
     )
-    notes = []
-    for tier in tiers:
-        if not isinstance(tier, ObjectTier):
-            continue
-        found = recover(tree, tier, model.fingerprint)
-        store.remove_later(tier.name, found.left_behind)
-        if found.rows or found.foreign or found.unusable:
-            notes.append(
-                f"{tier.name} tier: {found.rows} row, {found.snapshots} snapshot and {found.windows} window segments "
-                "are back"
-                + (f"; {found.foreign} of other models" if found.foreign else "")
-                + (f"; {found.unusable} can't be used" if found.unusable else "")
-            )
+    notes = [
+        f"{tier.name} tier: {tier.num_segments:,} segments ({format_bytes(tier.used_bytes())}) are there"
+        for tier in tiers
+        if isinstance(tier, ObjectTier) and tier.num_segments
+    ]
     return engine, notes
 
 

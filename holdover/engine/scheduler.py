@@ -8,7 +8,7 @@ from holdover.engine.holdings import Holdings, Taken
 from holdover.engine.sequence import Sequence, Status
 from holdover.state.node import Match, common_length
 from holdover.state.policy import prefill_stops
-from holdover.store.queues import LoadJob
+from holdover.store.jobs import LoadJob
 
 
 @dataclass(frozen=True, slots=True)

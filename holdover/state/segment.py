@@ -21,8 +21,7 @@ from blake3 import blake3
 from holdover.state.address import Tokens
 from holdover.state.layout import ArraySpec, Layout
 
-FORMAT = "holdover-segment/1"
-WINDOW_FORMAT = "holdover-segment/2"  # of window segments, which version 1 does not have
+FORMAT = "holdover-segment/3"
 NO_CHECKSUM = "0" * 64
 CHECKSUM = re.compile("[0-9a-f]{64}")
 MAX_HEADER_BYTES = 1 << 20
@@ -52,9 +51,10 @@ class OtherFormat(DamagedSegment):
 class SegmentHeader:
     """Everything about a segment but its arrays.
 
-    space: address of position 0, which names the model and the tenant. parent: address of the rows segment that holds
-    token `start - 1` (for a snapshot or window: token `end - 1`), or `space` if there is none. A snapshot has start ==
-    end.
+    space: address of position 0, which names the model and the tenant. address: of rows, of the prefix up to and with
+    their first token (position `start + 1`); of a snapshot or window, of position `end`. parent: address of the rows
+    segment that holds token `start - 1` (for a snapshot or window: token `end - 1`), or `space` if there is none. A
+    snapshot has start == end.
     """
 
     kind: Kind
@@ -68,6 +68,11 @@ class SegmentHeader:
     @property
     def name(self) -> str:
         return segment_name(self.kind, self.address)
+
+    @property
+    def parent_name(self) -> str | None:
+        """Name of the rows segment that this one goes on from, if any."""
+        return None if self.parent == self.space else segment_name(Kind.ROWS, self.parent)
 
 
 def segment_name(kind: Kind, address: bytes) -> str:
@@ -142,7 +147,7 @@ def data_bytes(layout: Layout, kind: Kind, num_tokens: int) -> int:
 @lru_cache(maxsize=256)
 def _header_bytes(header: SegmentHeader, layout: Layout, checksum: str) -> bytes:
     metadata = {
-        "format": WINDOW_FORMAT if header.kind is Kind.WINDOW else FORMAT,
+        "format": FORMAT,
         "kind": header.kind.value,
         "fingerprint": header.fingerprint,
         "space": header.space.hex(),
@@ -212,10 +217,8 @@ def parse_header(start_of_file: memoryview | bytes) -> tuple[SegmentHeader, dict
     try:
         entries = json.loads(bytes(start_of_file[8 : 8 + length]))
         metadata = entries.pop("__metadata__")
-        if metadata["format"] not in (FORMAT, WINDOW_FORMAT):
-            raise OtherFormat(
-                f"format {str(metadata['format'])[:40]!r}; this version reads {FORMAT} and {WINDOW_FORMAT}"
-            )
+        if metadata["format"] != FORMAT:
+            raise OtherFormat(f"format {str(metadata['format'])[:40]!r}; this version reads {FORMAT}")
         header = SegmentHeader(
             kind=Kind(metadata["kind"]),
             fingerprint=str(metadata["fingerprint"]),
@@ -225,8 +228,6 @@ def parse_header(start_of_file: memoryview | bytes) -> tuple[SegmentHeader, dict
             start=int(metadata["start"]),
             end=int(metadata["end"]),
         )
-        if (header.kind is Kind.WINDOW) != (metadata["format"] == WINDOW_FORMAT):
-            raise DamagedSegment(f"a {header.kind.value} segment in format {metadata['format']}")
         checksum = str(metadata["checksum"])
     except DamagedSegment:
         raise
@@ -234,7 +235,7 @@ def parse_header(start_of_file: memoryview | bytes) -> tuple[SegmentHeader, dict
         raise DamagedSegment(f"the header cannot be read ({type(error).__name__})") from error
     if not 0 <= header.start <= header.end or len(header.address) != 32 or not CHECKSUM.fullmatch(checksum):
         raise DamagedSegment("the header's positions, address or checksum make no sense")
-    if header.kind is Kind.WINDOW and header.start == header.end:
+    if (header.kind is Kind.SNAPSHOT) != (header.start == header.end):
         raise DamagedSegment("the header's positions, address or checksum make no sense")
     return header, entries, 8 + length, checksum
 

@@ -17,6 +17,7 @@ from holdover.state.node import Match, Node, Saved, common_length, live_windows,
 from holdover.state.policy import snapshots_to_drop
 from holdover.state.pool import DevicePool, Slots
 from holdover.state.saved import SavedSegments
+from holdover.state.segment import Kind
 
 
 class Books(NamedTuple):
@@ -360,8 +361,46 @@ class PrefixTree:
         for node in self.saved.lost(name, tier):
             self._prune(node)
 
-    def graft(self, parent: Node, tokens: Tokens, saved: Saved, tier: str) -> Node:
-        """A tier was found to keep rows below `parent` (at start-up); adds the path. Returns its last node."""
+    def node_ending_at(self, root: Node, tokens: Tokens, position: int) -> Node | None:
+        """The node that ends at `position` on the path along `tokens`, splitting the one that covers it. None if the
+        tree does not know them so far."""
+        node = root
+        while node.end < position:
+            child = node.children.get(tokens.item(node.end))
+            if child is None:
+                return None
+            last = min(child.end, position)
+            if common_length(child.tokens, tokens[child.start : last]) < last - child.start:
+                return None
+            node = child if child.end <= position else self._split(child, position)
+        return node
+
+    def covered_by(self, root: Node, tokens: Tokens, tier: str) -> int:
+        """Position up to which a tier is known to keep the rows of `tokens`, from the beginning on."""
+        node, position = root, 0
+        while position < len(tokens):
+            child = node.children.get(tokens.item(position))
+            if child is None or child.rows is None or tier not in child.rows.tiers:
+                return position
+            position += common_length(child.tokens, tokens[position : position + len(child.tokens)])
+            if position < child.end:
+                return position
+            node = child
+        return position
+
+    def graft(self, parent: Node, tokens: Tokens, saved: Saved, tier: str) -> Node | None:
+        """A tier was found to keep rows below `parent`; adds the path. Returns its last node; None, and nothing is
+        changed, if the tree knows other segments for a part of these rows."""
+        known = self.saved.find(saved.name)
+        if known is not None:
+            if (known.start, known.end) != (saved.start, saved.end):
+                return None
+            last = self.node_ending_at_below(parent, tokens)
+            if last is not None and last.rows is known:
+                self.saved.kept(saved.name, tier)
+            return last
+        if self._held_by_others(parent, tokens):
+            return None
         node, position, nodes = parent, 0, []
         while position < len(tokens):
             child = node.children.get(int(tokens[position]))
@@ -375,6 +414,46 @@ class PrefixTree:
         self.saved.register(saved, nodes)
         self.saved.kept(saved.name, tier)
         return node
+
+    def learn(self, node: Node, saved: Saved, tier: str) -> bool:
+        """A tier was found to keep a snapshot or window rows that end where `node` does. False if their rows, or other
+        segments of the same, are not as they should be."""
+        path = [each for each in path_to(node) if each.start < saved.end and (saved.start < each.end)]
+        if saved.kind is Kind.SNAPSHOT:
+            path = [node]
+        if not path or not all(each.rows_available for each in path):
+            return False
+        known = self.saved.find(saved.name)
+        if known is not None and (known.start, known.end) != (saved.start, saved.end):
+            return False
+        if known is None:
+            self.saved.register(saved, path)
+        self.saved.kept(saved.name, tier)
+        return True
+
+    def node_ending_at_below(self, parent: Node, tokens: Tokens) -> Node | None:
+        """The node that ends where `tokens`, which follow `parent`, do."""
+        node, position = parent, 0
+        while position < len(tokens):
+            child = node.children.get(tokens.item(position))
+            if child is None or common_length(child.tokens, tokens[position:]) < len(child.tokens):
+                return None
+            node, position = child, position + len(child.tokens)
+        return node
+
+    def _held_by_others(self, parent: Node, tokens: Tokens) -> bool:
+        node, position = parent, 0
+        while position < len(tokens):
+            child = node.children.get(tokens.item(position))
+            if child is None:
+                return False
+            length = common_length(child.tokens, tokens[position:])
+            if child.rows is not None:
+                return True
+            if length < len(child.tokens):
+                return False
+            node, position = child, position + length
+        return False
 
     def split_at(self, node: Node, position: int) -> Node:
         """The node on the path to `node` that ends at `position`, splitting the one that covers it."""

@@ -15,6 +15,7 @@ class MemoryTier:
     """Keeps each segment as one buffer, exactly as it would lie on disk."""
 
     immediate = True
+    shared = False
 
     def __init__(self, budget_bytes: int, name: str = "memory") -> None:
         self.name = name
@@ -38,8 +39,8 @@ class MemoryTier:
         finally:
             self._ledger.release(name)
 
-    def put(self, name: str, nbytes: int, make: Callable[[], torch.Tensor]) -> PutResult:
-        result = self._ledger.reserve(name, nbytes + ENTRY_OVERHEAD_BYTES)
+    def put(self, name: str, nbytes: int, make: Callable[[], torch.Tensor], parent: str | None = None) -> PutResult:
+        result = self._ledger.reserve(name, nbytes + ENTRY_OVERHEAD_BYTES, parent)
         if result.status is not PutStatus.KEPT:
             return result
         try:
@@ -49,6 +50,13 @@ class MemoryTier:
             raise
         self._ledger.complete(name)
         return result
+
+    def head(self, name: str, nbytes: int) -> bytes | None:
+        with self.get(name) as buffer:
+            return None if buffer is None else buffer[:nbytes].numpy().tobytes()
+
+    def adopt(self, name: str, nbytes: int, parent: str | None) -> bool:
+        return self._ledger.has(name)
 
     def delete(self, name: str) -> None:
         self._ledger.remove(name)

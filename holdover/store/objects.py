@@ -68,6 +68,7 @@ class ObjectTier:
     store cannot be written or listed."""
 
     immediate = False
+    shared = True
 
     def __init__(self, store: ObjectStore, place: str, budget_bytes: int, name: str) -> None:
         self.name = name
@@ -107,14 +108,25 @@ class ObjectTier:
         array = np.frombuffer(memoryview(content), dtype=np.uint8)
         return torch.from_numpy(array if array.flags.writeable else array.copy())
 
-    def put(self, name: str, nbytes: int, make: Callable[[], torch.Tensor]) -> PutResult:
-        result = self._ledger.reserve(name, nbytes)
+    def put(self, name: str, nbytes: int, make: Callable[[], torch.Tensor], parent: str | None = None) -> PutResult:
+        if parent is None:
+            return self._put(name, nbytes, make, None)
+        if not self._ledger.lease(parent):
+            return PutResult(PutStatus.ORPHAN)
+        try:
+            return self._put(name, nbytes, make, parent)
+        finally:
+            self._ledger.release(parent)
+
+    def _put(self, name: str, nbytes: int, make: Callable[[], torch.Tensor], parent: str | None) -> PutResult:
+        result = self._ledger.reserve(name, nbytes, parent)
         if result.status is not PutStatus.KEPT:
             return result
         try:
             obstore.put(self._store, _path(name), make().numpy().data, mode="create", use_multipart=False)
-        except AlreadyExistsError:
-            pass
+        except AlreadyExistsError:  # another engine was faster; what exactly it keeps, the caller has to look at
+            self._ledger.abandon(name)
+            return PutResult(PutStatus.ALREADY_THERE, result.evicted)
         except (OSError, BaseError) as error:
             with suppress(TierError):
                 self._remove(name)  # should it have been written after all
@@ -128,7 +140,8 @@ class ObjectTier:
         return result
 
     def delete(self, name: str) -> None:
-        self._ledger.remove(name)
+        if not self._ledger.remove(name) and not self._ledger.knows(name):
+            self._remove(name)
 
     def _remove(self, name: str) -> None:
         try:
@@ -141,12 +154,21 @@ class ObjectTier:
     def scan(self) -> Iterator[str]:
         return self._ledger.names()
 
-    def head(self, name: str, nbytes: int) -> bytes:
-        """The first bytes of a segment, for reading its header at start-up."""
+    def head(self, name: str, nbytes: int) -> bytes | None:
         try:
-            return bytes(obstore.get_range(self._store, _path(name), start=0, length=nbytes))
+            return bytes(obstore.get(self._store, _path(name), options={"range": (0, nbytes)}).bytes())
+        except (NotFoundError, FileNotFoundError):
+            return None
         except (OSError, BaseError) as error:
             raise TierError(f"reading from the {self.name} tier {self.place} failed: {_reason(error)}") from error
+
+    def adopt(self, name: str, nbytes: int, parent: str | None) -> bool:
+        return self._ledger.adopt(name, nbytes, parent)
+
+    @property
+    def num_segments(self) -> int:
+        """How many segments the books have."""
+        return sum(1 for _ in self._ledger.names())
 
     def touch(self, names: list[str]) -> None:
         self._ledger.touch(names)

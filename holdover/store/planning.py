@@ -1,29 +1,14 @@
 """What to save: pure functions of the tree's path."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
-from holdover.state.address import AddressChain, Tokens
 from holdover.state.node import Node, Saved, live_windows, path_to
 from holdover.state.pool import Slots
 from holdover.state.segment import Kind, SegmentHeader
 from holdover.state.tree import PrefixTree
-from holdover.store.queues import SaveJob
-
-
-@dataclass(frozen=True, slots=True)
-class SaveContext:
-    """Whose state it is. tokens: from position 0, at least as far as the path goes. session: the client's own name
-    for its session, if it gave one."""
-
-    fingerprint: str
-    space: bytes
-    chain: AddressChain
-    tokens: Tokens
-    session: str | None
-
+from holdover.store.jobs import SaveContext, SaveJob
 
 SavePlanner = Callable[[PrefixTree, Node, SaveContext], list[SaveJob]]
 
@@ -79,7 +64,7 @@ def _rows_job(tree: PrefixTree, run: list[Node], context: SaveContext) -> list[S
     before = run[0].parent
     parent = context.space if before is None or before.rows is None else before.rows.address
     slots = [each.slots for each in run if each.slots is not None]
-    return [rows_job(tree, run, context, context.chain.address(run[-1].end), parent, slots)]
+    return [rows_job(tree, run, context, context.chain.address(run[0].start + 1), parent, slots)]
 
 
 def rows_job(
@@ -90,7 +75,7 @@ def rows_job(
     saved = Saved(Kind.ROWS, address, start, end)
     tree.saved.register(saved, run)
     header = SegmentHeader(Kind.ROWS, context.fingerprint, context.space, address, parent, start, end)
-    return SaveJob(saved, header, context.tokens[:end], np.concatenate(slots), run[-1])
+    return SaveJob(context, saved, header, np.concatenate(slots), run[-1])
 
 
 def snapshot_job(tree: PrefixTree, node: Node, context: SaveContext, address: bytes, parent: bytes) -> SaveJob:
@@ -99,7 +84,7 @@ def snapshot_job(tree: PrefixTree, node: Node, context: SaveContext, address: by
     saved = Saved(Kind.SNAPSHOT, address, node.end, node.end)
     tree.saved.register(saved, [node])
     header = SegmentHeader(Kind.SNAPSHOT, context.fingerprint, context.space, address, parent, node.end, node.end)
-    return SaveJob(saved, header, context.tokens[: node.end], node.snapshot_slots, node)
+    return SaveJob(context, saved, header, node.snapshot_slots, node)
 
 
 def window_job(
@@ -111,4 +96,4 @@ def window_job(
     tree.saved.register(saved, [node])
     parent = node.rows.address
     header = SegmentHeader(Kind.WINDOW, context.fingerprint, context.space, address, parent, first, last)
-    return SaveJob(saved, header, context.tokens[:last], slots, node)
+    return SaveJob(context, saved, header, slots, node)

@@ -5,16 +5,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from enum import Enum
 from functools import partial
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from holdover.errors import TierError
-from holdover.state.address import Tokens
-from holdover.state.node import Node, Saved
+from holdover.state.node import Saved
 from holdover.state.pool import DevicePool, Slots
 from holdover.state.segment import (
     DamagedSegment,
@@ -26,106 +24,30 @@ from holdover.state.segment import (
     segment_bytes,
     state_bytes,
 )
+from holdover.store.finding import find, look
+from holdover.store.jobs import (
+    Change,
+    DeleteJob,
+    Done,
+    FindDone,
+    FindJob,
+    LoadDone,
+    LoadJob,
+    LoadPart,
+    SaveDone,
+    SaveJob,
+    TierChange,
+)
 from holdover.store.tier import PutStatus, Tier
 
 log = logging.getLogger(__name__)
 RETRY_AFTER_FAULT_SECONDS = 5.0
 AT_ONCE_BYTES = 4 << 20
+FIND_SECONDS = 1.0  # a request waits no longer to hear what shared tiers know of its prompt
 
 
-@dataclass(eq=False, slots=True)
-class SaveJob:
-    """One segment to be saved. slots: of its rows, its window rows or its snapshot. node: leased until the job is done.
-
-    prefix: all tokens from position 0 to the segment's end.
-    """
-
-    saved: Saved
-    header: SegmentHeader
-    prefix: Tokens
-    slots: Slots
-    node: Node
-
-
-@dataclass(frozen=True, slots=True)
-class DeleteJob:
-    """A segment to be removed from tiers."""
-
-    name: str
-    tiers: frozenset[str]
-
-
-@dataclass(eq=False, slots=True)
-class SaveDone:
-    """A save is over. kept: tiers that now keep it, with the bytes put; evicted: (name, tier) that had to go."""
-
-    job: SaveJob
-    kept: dict[str, int] = field(default_factory=dict)
-    evicted: list[tuple[str, str]] = field(default_factory=list)
-    state_bytes: int = 0
-
-
-@dataclass(eq=False, slots=True)
-class LoadPart:
-    """Rows or window rows `[first, last)` (positions) of one saved segment, for one node."""
-
-    saved: Saved
-    node: Node
-    first: int
-    last: int
-    slots: Slots
-
-
-class Change(Enum):
-    """What a load found or did to a segment in a tier."""
-
-    LOST = "lost"  # it proved missing or damaged
-    UNREACHABLE = "unreachable"  # the tier could not be read
-    PROMOTED = "promoted"  # it was copied there from a farther tier
-    EVICTED = "evicted"  # it had to go for one that was promoted
-
-
-@dataclass(frozen=True, slots=True)
-class TierChange:
-    """nbytes: put by a promotion, 0 if the segment was there already."""
-
-    change: Change
-    name: str
-    tier: str
-    nbytes: int = 0
-
-
-@dataclass(eq=False, slots=True)
-class LoadJob:
-    """What one sequence lacks on the device: rows and window rows for tree nodes, and a snapshot for its live row.
-
-    changes: what happened to segments in the tiers on the way, in order.
-    """
-
-    parts: list[LoadPart]
-    snapshot: Saved | None
-    live_row: int
-    owner: object
-    changes: list[TierChange] = field(default_factory=list)
-
-    @property
-    def segments(self) -> list[Saved]:
-        """Everything that is read, each once."""
-        snapshot = [] if self.snapshot is None else [self.snapshot]
-        return list(dict.fromkeys([*(part.saved for part in self.parts), *snapshot]))
-
-
-@dataclass(eq=False, slots=True)
-class LoadDone:
-    """A load is over. ok: all of it is in place."""
-
-    job: LoadJob
-    ok: bool = True
-    tokens_by_tier: dict[str, int] = field(default_factory=dict)
-    bytes_by_tier: dict[str, int] = field(default_factory=dict)
-
-
-Done = SaveDone | LoadDone
+class OtherSegment(Exception):
+    """A whole segment, but not the one that was expected: another engine has cut the same prefix elsewhere."""
 
 
 class Worker(Protocol):
@@ -191,6 +113,10 @@ class Store:
         start = start_worker if tiers else None
         self._saver = start("holdover-save", self._write) if start is not None else None
         self._loader = start("holdover-load", self._load_anywhere) if start is not None else None
+        self.shared_tiers = [tier for tier in tiers if tier.shared]
+        finds = start is not None and self.shared_tiers
+        self._finder = start("holdover-find", self._find) if start is not None and finds else None
+        self._finds: dict[FindJob, None] = {}  # under way
 
     def save(self, job: SaveJob) -> None:
         job.saved.pending += 1
@@ -210,6 +136,40 @@ class Store:
             self._done(result)
         else:
             self._loader.submit(job)
+
+    def find(self, job: FindJob) -> bool:
+        """Ask the shared tiers what they keep of a prompt. False if they haven't answered others in time."""
+        now = self._clock()
+        if any(other.deadline < now for other in self._finds):
+            return False
+        job.deadline = now + FIND_SECONDS
+        self._finds[job] = None
+        if self._finder is not None:
+            self._finder.submit(job)
+        else:
+            self._find(job)
+        return True
+
+    def overdue(self, job: FindJob) -> bool:
+        """Whether a request has waited long enough for this."""
+        return self._clock() >= job.deadline
+
+    def found(self, job: FindJob) -> None:
+        """The answer has been heard."""
+        self._finds.pop(job, None)
+
+    def _find(self, job: FindJob) -> None:
+        result = FindDone(job)
+        for tier in self.shared_tiers:
+            if tier.name not in job.from_positions or self._clock() < self._silent_until.get(tier.name, 0.0):
+                continue
+            try:
+                result.found += find(tier, job, self.layout)
+            except TierError as error:
+                self._fault(tier, error)
+            except Exception:
+                log.exception("looking into the %s tier failed", tier.name)
+        self._done(result)
 
     def _small_and_near(self, job: LoadJob) -> bool:
         nearest = self.tiers[0]
@@ -264,7 +224,7 @@ class Store:
 
     def close(self) -> None:
         """Finish what was submitted, then stop."""
-        for worker in (self._saver, self._loader):
+        for worker in (self._saver, self._loader, self._finder):
             if worker is not None:
                 worker.close()
 
@@ -280,17 +240,31 @@ class Store:
 
         def make() -> torch.Tensor:
             if not encoded:
-                tokens = job.prefix[header.start : header.end] if header.kind is Kind.ROWS else None
-                encoded.append(encode(header, self.layout, partial(self._copy, header.kind, job.slots), tokens))
+                fill = partial(self._copy, header.kind, job.slots)
+                encoded.append(encode(header, self.layout, fill, job.own_tokens))
             return encoded[0]
 
         nbytes = segment_bytes(header, self.layout)
-        for tier in self.tiers:
+        # Shared tiers first: where another engine has cut the same prefix elsewhere, all tiers take over its cut.
+        for tier in sorted(self.tiers, key=lambda tier: not tier.shared):
             if self._clock() < self._silent_until.get(tier.name, 0.0):
                 continue
             try:
                 self._remove_at_last(tier, header.name)
-                put = tier.put(header.name, nbytes, make)
+                put = tier.put(header.name, nbytes, make, header.parent_name)
+                if put.status is PutStatus.ALREADY_THERE:
+                    other = look(tier, header.name, header.fingerprint, header.space)
+                    if other is None:  # damaged, or gone again: what is new takes its place
+                        tier.delete(header.name)
+                        put = tier.put(header.name, nbytes, make, header.parent_name)
+                    elif (other.header, other.tokens.tobytes()) != (header, job.own_tokens.tobytes()):
+                        result.evicted += [(name, tier.name) for name in put.evicted]
+                        if result.kept:
+                            continue
+                        result.other = other
+                        break
+                    else:
+                        tier.adopt(header.name, nbytes, header.parent_name)
             except TierError as error:
                 result.evicted += [(name, tier.name) for name in error.evicted]
                 self._fault(tier, error)
@@ -303,6 +277,8 @@ class Store:
                 result.kept[tier.name] = len(encoded[0])
             elif put.status is PutStatus.ALREADY_THERE:
                 result.kept[tier.name] = 0
+            elif put.status is PutStatus.ORPHAN and header.parent_name is not None:
+                result.evicted.append((header.parent_name, tier.name))  # the engine thinks that it is there
         self._done(result)
 
     def _copy(self, kind: Kind, slots: Slots, place: torch.Tensor) -> None:
@@ -341,6 +317,10 @@ class Store:
         assert segment.rows is not None
         start, count = segment.header.start, 0
         for part in parts:
+            if len(part.tokens) and not np.array_equal(
+                part.tokens, segment.tokens[part.first - start : part.last - start]
+            ):
+                raise OtherSegment
             rows = segment.rows[part.first - start : part.last - start]
             if part.saved.kind is Kind.WINDOW:
                 self.pool.write_window(part.slots, rows)
@@ -367,15 +347,16 @@ class Store:
                         segment = decode(buffer, self.layout, self.fingerprint, saved.name)
                         header = segment.header
                         if (header.start, header.end) != (saved.start, saved.end):
-                            raise DamagedSegment(
-                                f"it holds tokens [{header.start}, {header.end}), not [{saved.start}, {saved.end})"
-                            )
+                            raise OtherSegment
                         tokens = place(segment)
                         by_tier = result.tokens_by_tier
                         by_tier[tier.name] = by_tier.get(tier.name, 0) + tokens
                         result.bytes_by_tier[tier.name] = result.bytes_by_tier.get(tier.name, 0) + len(buffer)
-                        self._promote(saved.name, buffer, tiers[:i], result.job.changes)
+                        self._promote(header, buffer, tiers[:i], result.job.changes)
                         return True
+            except OtherSegment:
+                result.job.changes.append(TierChange(Change.LOST, saved.name, tier.name))
+                continue
             except DamagedSegment as error:
                 damage = str(error)
             except TierError as error:
@@ -391,11 +372,14 @@ class Store:
             result.job.changes.append(TierChange(change, saved.name, tier.name))
         return False
 
-    def _promote(self, name: str, buffer: torch.Tensor, nearer: list[Tier], changes: list[TierChange]) -> None:
+    def _promote(
+        self, header: SegmentHeader, buffer: torch.Tensor, nearer: list[Tier], changes: list[TierChange]
+    ) -> None:
+        name = header.name
         for tier in nearer:
             try:
                 self._remove_at_last(tier, name)
-                put = tier.put(name, len(buffer), buffer.clone)
+                put = tier.put(name, len(buffer), buffer.clone, header.parent_name)
             except TierError as error:
                 changes += [TierChange(Change.EVICTED, other, tier.name) for other in error.evicted]
                 self._fault(tier, error)
@@ -404,6 +388,14 @@ class Store:
                 log.exception("promoting %s into the %s tier failed", name, tier.name)
                 continue
             changes += [TierChange(Change.EVICTED, other, tier.name) for other in put.evicted]
-            if put.status is not PutStatus.REFUSED:
+            if put.status is PutStatus.ALREADY_THERE and not self._same(tier, header):
+                continue
+            if put.status in (PutStatus.KEPT, PutStatus.ALREADY_THERE):
                 nbytes = len(buffer) if put.status is PutStatus.KEPT else 0
                 changes.append(TierChange(Change.PROMOTED, name, tier.name, nbytes))
+
+    @staticmethod
+    def _same(tier: Tier, header: SegmentHeader) -> bool:
+        """Whether a tier keeps this very segment under its name."""
+        found = look(tier, header.name, header.fingerprint, header.space)
+        return found is not None and found.header == header

@@ -15,6 +15,7 @@ class PutStatus(Enum):
     KEPT = "kept"
     ALREADY_THERE = "already there"
     REFUSED = "refused"  # it fits only by passing the budget or by evicting what is leased
+    ORPHAN = "its parent is not there"  # nobody who looks for it, prefix by prefix, could come so far
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class Tier(Protocol):
     name: str
     budget_bytes: int
     immediate: bool  # whether `get` only takes as long as a copy in memory
+    shared: bool  # whether other engines may keep segments here too: it takes only what continues a chain from its root
 
     def has(self, name: str) -> bool:
         """Whether the segment can be got now."""
@@ -38,8 +40,17 @@ class Tier(Protocol):
     def get(self, name: str) -> AbstractContextManager[torch.Tensor | None]:
         """The segment's bytes (uint8), or None. It is leased, so not evicted, until the context ends."""
 
-    def put(self, name: str, nbytes: int, make: Callable[[], torch.Tensor]) -> PutResult:
-        """Keep the segment that `make` returns (uint8 [nbytes]). Room is made before `make` is called."""
+    def put(self, name: str, nbytes: int, make: Callable[[], torch.Tensor], parent: str | None = None) -> PutResult:
+        """Keep the segment that `make` returns (uint8 [nbytes]). Room is made before `make` is called.
+
+        parent: the segment that this one goes on from. It is not evicted while this one is here.
+        """
+
+    def head(self, name: str, nbytes: int) -> bytes | None:
+        """The first bytes of a segment, or None if it is not there. Asks the place itself, not only the books."""
+
+    def adopt(self, name: str, nbytes: int, parent: str | None) -> bool:
+        """Enter a segment that was found in the books. False if they have no room for it."""
 
     def delete(self, name: str) -> None:
         """Forget a segment; no error if it is not there."""
@@ -48,7 +59,8 @@ class Tier(Protocol):
         """Names of all segments kept."""
 
     def touch(self, names: list[str]) -> None:
-        """These were used, the last one most recently; what was used least recently is evicted first."""
+        """These were used, the last one most recently. Evicted is what no other segment goes on from, and of that what
+        was used least recently."""
 
     def used_bytes(self) -> int:
         """Bytes that count against the budget."""

@@ -8,7 +8,8 @@ from holdover.engine.messages import Failed, Generate, Output, Sampling
 from holdover.models.base import Model
 from holdover.state.pool import DevicePool
 from holdover.state.tree import PrefixTree
-from holdover.store.queues import Done, Store
+from holdover.store.jobs import Done
+from holdover.store.queues import Store
 from holdover.store.tier import Tier
 
 

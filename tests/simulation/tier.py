@@ -29,7 +29,8 @@ class Broken(RuntimeError):
 
 
 class SimulatedTier:
-    """Law 2, 3 and 6 are checked at every call. `alone`: only one tree saves here, so that nothing may lie twice."""
+    """Law 2, 3 and 6 are checked at every call. `alone`: only one engine saves here, so that not even window
+    rows may lie twice."""
 
     def __init__(self, world: "World", inner: Tier, name: str, faults: list[Fault], alone: bool) -> None:
         self.world = world
@@ -38,6 +39,7 @@ class SimulatedTier:
         self.shown = name
         self.budget_bytes = inner.budget_bytes
         self.immediate = inner.immediate
+        self.shared = inner.shared
         self.faults = faults
         self.alone = alone
         self.rng = random.Random(f"{world.scenario.seed} {name}")
@@ -63,23 +65,27 @@ class SimulatedTier:
             else:
                 yield None
 
-    def put(self, name: str, nbytes: int, make: Callable[[], torch.Tensor]) -> PutResult:
+    def put(self, name: str, nbytes: int, make: Callable[[], torch.Tensor], parent: str | None = None) -> PutResult:
         self._pass_time("put")
         self._meet_faults("put")
 
         header: list[SegmentHeader] = []
+        tokens: list[np.ndarray] = []
 
         def slowly() -> torch.Tensor:
             self._pass_time("put")
             buffer = make()
-            header.append(parse_header(buffer.numpy().data)[0])
+            parsed, _, data_start, _ = parse_header(buffer.numpy().data)
+            header.append(parsed)
+            num_tokens = parsed.end - parsed.start if parsed.kind is Kind.ROWS else 0
+            tokens.append(np.frombuffer(buffer.numpy().data[data_start : data_start + 4 * num_tokens], dtype="<u4"))
             self.world.require(len(buffer) == nbytes, "a segment is not as long as was announced")
             self._check_budget()
             self._pass_time("put")
             return buffer
 
         try:
-            result = self.inner.put(name, nbytes, slowly)
+            result = self.inner.put(name, nbytes, slowly, parent)
         except BaseException:
             for other in [other for other in self.held if not self.inner.has(other)]:
                 self._removed(other)
@@ -89,7 +95,7 @@ class SimulatedTier:
         if result.status is PutStatus.KEPT:
             self.bytes_put[self.world.acting] += nbytes
             self.world.require(header[0].name == name, "a segment under the name of another")
-            self._added(header[0])
+            self._added(header[0], tokens[0])
         evicted = ", ".join(short(other) for other in result.evicted)
         self.world.tell(
             self.shown,
@@ -115,8 +121,18 @@ class SimulatedTier:
     def used_bytes(self) -> int:
         return self.inner.used_bytes()
 
-    def head(self, name: str, nbytes: int) -> bytes:
-        return self.inner.head(name, nbytes)  # type: ignore[attr-defined, no-any-return]
+    def head(self, name: str, nbytes: int) -> bytes | None:
+        self._pass_time("get")
+        damage = self._meet_faults("get")
+        head = self.inner.head(name, nbytes)
+        self._pass_time("get")
+        if head is None or not damage:
+            return head
+        buffer = self._damaged(torch.frombuffer(bytearray(head), dtype=torch.uint8), damage, name)
+        return None if buffer is None else buffer.numpy().tobytes()[:nbytes]
+
+    def adopt(self, name: str, nbytes: int, parent: str | None) -> bool:
+        return self.inner.adopt(name, nbytes, parent)
 
     # Faults
 
@@ -174,8 +190,10 @@ class SimulatedTier:
 
     # Books
 
-    def _added(self, header: SegmentHeader) -> None:
+    def _added(self, header: SegmentHeader, tokens: np.ndarray) -> None:
         prefix, space = self.world.prefixes[header.address]
+        if header.kind is Kind.ROWS:
+            prefix = np.concatenate([prefix[: header.start], tokens])
         salt = int.from_bytes(space[:8], "little")
         if header.kind is not Kind.SNAPSHOT:
             salt ^= WINDOW_SALT if header.kind is Kind.WINDOW else 0
@@ -189,7 +207,7 @@ class SimulatedTier:
         self.held[name] = digests
         for digest in digests:
             self.copies[digest] += 1
-        if self.alone:
+        if self.alone or not name.endswith(".window"):
             twice = sum(self.copies[digest] > 1 for digest in digests)
             self.world.require(not twice, f"law 2: {twice} positions of {short(name)} lie twice in the {self.shown}")
 

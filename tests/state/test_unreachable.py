@@ -9,7 +9,8 @@ from holdover.state.node import Node, Saved
 from holdover.state.saved import MOST_READ_FAILURES
 from holdover.state.segment import Kind
 from holdover.state.tree import PrefixTree
-from holdover.store.planning import SaveContext, plan_delta
+from holdover.store.jobs import SaveContext
+from holdover.store.planning import plan_delta
 from tests.state.test_tree import SPACE, make, publish
 
 TOKENS = [1, 2, 3, 4]

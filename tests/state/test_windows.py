@@ -15,7 +15,8 @@ from holdover.state.node import Node, Saved, live_windows, path_to
 from holdover.state.pool import DevicePool
 from holdover.state.segment import Kind
 from holdover.state.tree import PrefixTree
-from holdover.store.planning import SaveContext, plan_delta
+from holdover.store.jobs import SaveContext
+from holdover.store.planning import plan_delta
 
 SPACE = bytes(32)
 HIDDEN = ArraySpec(LAST_HIDDEN, (4,), torch.float32)

@@ -1,0 +1,165 @@
+"""Jobs of the store, what becomes of them, and what is said about it. Plain data."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from holdover.state.address import AddressChain, Tokens
+from holdover.state.node import Node, Saved
+from holdover.state.pool import Slots
+from holdover.state.segment import Kind, SegmentHeader
+
+
+@dataclass(frozen=True, slots=True)
+class SaveContext:
+    """Whose state it is. tokens: from position 0, at least as far as the path goes. session: the client's own name
+    for its session, if it gave one."""
+
+    fingerprint: str
+    space: bytes
+    chain: AddressChain
+    tokens: Tokens
+    session: str | None
+
+
+@dataclass(eq=False, slots=True)
+class SaveJob:
+    """One segment to be saved. slots: of its rows, its window rows or its snapshot. node: leased until the job is done."""
+
+    context: SaveContext
+    saved: Saved
+    header: SegmentHeader
+    slots: Slots
+    node: Node
+
+    @property
+    def own_tokens(self) -> Tokens:
+        """Ids that the segment itself holds: those of its rows."""
+        return self.context.tokens[
+            self.header.start : self.header.end if self.header.kind is Kind.ROWS else self.header.start
+        ]
+
+    @property
+    def prefix(self) -> Tokens:
+        """All tokens from position 0 to the segment's end."""
+        return self.context.tokens[: self.header.end]
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteJob:
+    """A segment to be removed from tiers."""
+
+    name: str
+    tiers: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A segment that a tier was found to keep. tokens: ids of its rows (none for the other kinds)."""
+
+    tier: str
+    header: SegmentHeader
+    tokens: Tokens
+
+
+@dataclass(eq=False, slots=True)
+class SaveDone:
+    """A save is over. kept: tiers that now keep it, with the bytes put; evicted: (name, tier) that had to go; other: what
+    a tier keeps in its place, as another engine has cut the same prefix elsewhere."""
+
+    job: SaveJob
+    kept: dict[str, int] = field(default_factory=dict)
+    evicted: list[tuple[str, str]] = field(default_factory=list)
+    state_bytes: int = 0
+    other: Found | None = None
+
+
+@dataclass(eq=False, slots=True)
+class LoadPart:
+    """Rows or window rows `[first, last)` (positions) of one saved segment, for one node. tokens: ids of the rows."""
+
+    saved: Saved
+    node: Node
+    first: int
+    last: int
+    slots: Slots
+    tokens: Tokens
+
+
+class Change(Enum):
+    """What a load found or did to a segment in a tier."""
+
+    LOST = "lost"  # it proved missing or damaged
+    UNREACHABLE = "unreachable"  # the tier could not be read
+    PROMOTED = "promoted"  # it was copied there from a farther tier
+    EVICTED = "evicted"  # it had to go for one that was promoted
+
+
+@dataclass(frozen=True, slots=True)
+class TierChange:
+    """nbytes: put by a promotion, 0 if the segment was there already."""
+
+    change: Change
+    name: str
+    tier: str
+    nbytes: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class LoadJob:
+    """What one sequence lacks on the device: rows and window rows for tree nodes, and a snapshot for its live row.
+
+    changes: what happened to segments in the tiers on the way, in order.
+    """
+
+    parts: list[LoadPart]
+    snapshot: Saved | None
+    live_row: int
+    owner: object
+    changes: list[TierChange] = field(default_factory=list)
+
+    @property
+    def segments(self) -> list[Saved]:
+        """Everything that is read, each once."""
+        snapshot = [] if self.snapshot is None else [self.snapshot]
+        return list(dict.fromkeys([*(part.saved for part in self.parts), *snapshot]))
+
+
+@dataclass(eq=False, slots=True)
+class LoadDone:
+    """A load is over. ok: all of it is in place."""
+
+    job: LoadJob
+    ok: bool = True
+    tokens_by_tier: dict[str, int] = field(default_factory=dict)
+    bytes_by_tier: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(eq=False, slots=True)
+class FindJob:
+    """What shared tiers may know of a request's prompt and its engine does not.
+
+    from_positions: how far each tier is known to keep the prompt's rows; it is asked for what follows. resume: from
+    where the request can go on as it is. boundaries: positions where a snapshot may lie, besides ends of segments.
+    deadline: the request waits no longer than that, by the store's clock.
+    """
+
+    owner: object
+    fingerprint: str
+    space: bytes
+    chain: AddressChain
+    tokens: Tokens
+    from_positions: dict[str, int]
+    resume: int
+    boundaries: list[int]
+    deadline: float = 0.0
+
+
+@dataclass(eq=False, slots=True)
+class FindDone:
+    """Everything that was found, of each tier in the order of positions."""
+
+    job: FindJob
+    found: list[Found] = field(default_factory=list)
+
+
+Done = SaveDone | LoadDone | FindDone
