@@ -11,11 +11,11 @@ from holdover.engine.process import main
 from holdover.state.address import AddressChain, address_key
 from holdover.state.node import Node, path_to
 from holdover.state.tree import PrefixTree
-from holdover.store.jobs import SaveContext, SaveJob
+from holdover.store.jobs import PrefixContext, SaveJob
 from holdover.store.planning import rows_job, snapshot_job
 
 
-def plan_whole(tree: PrefixTree, node: Node, context: SaveContext) -> list[SaveJob]:
+def plan_whole(tree: PrefixTree, node: Node, context: PrefixContext) -> list[SaveJob]:
     """Save everything from position 0 to `node`, under an address of this session's own."""
     path = [each for each in path_to(node) if len(each.tokens)]
     slots = [each.slots for each in path if each.slots is not None]

@@ -31,7 +31,7 @@ from holdover.store.jobs import (
     FindJob,
     Found,
     LoadDone,
-    SaveContext,
+    PrefixContext,
     SaveDone,
     SaveJob,
     TierChange,
@@ -148,7 +148,8 @@ class Engine:
             return None
         known = {tier.name: self.tree.covered_by(root, prompt, tier.name) for tier in self.store.shared_tiers}
         boundaries = [each for each in request.boundaries if 0 < each <= len(prompt)]
-        return FindJob(request.id, self.model.fingerprint, root.space, chain, prompt, known, resume, boundaries)
+        context = PrefixContext(self.model.fingerprint, root.space, chain, prompt, request.session)
+        return FindJob(context, known, resume, boundaries)
 
     def cancel(self, request_id: int) -> None:
         """The client has gone: free what the request holds. What it has published stays."""
@@ -347,7 +348,7 @@ class Engine:
         job = done.job
         self.store.found(job)
         for found in done.found:
-            self._learn(found, self.tree.root(job.space), job.tokens)
+            self._learn(found, self.tree.root(job.context.space), job.context.tokens)
         self._go_on(job)
 
     def _go_on(self, job: FindJob) -> None:
@@ -385,12 +386,12 @@ class Engine:
         self._delete(self.tree.saved.take_forgotten())  # first: what is saved now may go by the same name
         if not self.store.tiers or sequence.node is None:
             return
-        context = SaveContext(
+        context = PrefixContext(
             self.model.fingerprint, sequence.space, sequence.chain, sequence.tokens, sequence.request.session
         )
         self._save_path(sequence.node, context)
 
-    def _save_path(self, node: Node, context: SaveContext) -> None:
+    def _save_path(self, node: Node, context: PrefixContext) -> None:
         for job in self._plan_saves(self.tree, node, context):
             self.tree.lease(job.node)
             if job.header.kind is Kind.SNAPSHOT:

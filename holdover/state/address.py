@@ -37,6 +37,12 @@ class AddressChain:
         self._tokens = tokens
         self._chain = [bytes(32)]
 
+    def fork(self, position: int, tokens: Tokens) -> "AddressChain":
+        """A chain along `tokens`, the same as this one's up to `position`. This one may be in use meanwhile."""
+        other = AddressChain(self._key, tokens)
+        other._chain = self._chain[: position // STRIDE + 1]
+        return other
+
     def address(self, position: int) -> bytes:
         """Address of the first `position` tokens, 32 bytes. Raises IndexError past the end of the sequence."""
         if not 0 <= position <= len(self._tokens):

@@ -53,8 +53,8 @@ class SegmentHeader:
 
     space: address of position 0, which names the model and the tenant. address: of rows, of the prefix up to and with
     their first token (position `start + 1`); of a snapshot or window, of position `end`. parent: address of the rows
-    segment that holds token `start - 1` (for a snapshot or window: token `end - 1`), or `space` if there is none. A
-    snapshot has start == end.
+    segment that holds token `start - 1` (for a snapshot or window: token `end - 1`), or `space` if there is none. tip:
+    address of position `end`. A snapshot has start == end.
     """
 
     kind: Kind
@@ -62,6 +62,7 @@ class SegmentHeader:
     space: bytes
     address: bytes
     parent: bytes
+    tip: bytes
     start: int
     end: int
 
@@ -153,6 +154,7 @@ def _header_bytes(header: SegmentHeader, layout: Layout, checksum: str) -> bytes
         "space": header.space.hex(),
         "address": header.address.hex(),
         "parent": header.parent.hex(),
+        "tip": header.tip.hex(),
         "start": str(header.start),
         "end": str(header.end),
         "checksum": checksum,
@@ -225,6 +227,7 @@ def parse_header(start_of_file: memoryview | bytes) -> tuple[SegmentHeader, dict
             space=bytes.fromhex(metadata["space"]),
             address=bytes.fromhex(metadata["address"]),
             parent=bytes.fromhex(metadata["parent"]),
+            tip=bytes.fromhex(metadata["tip"]),
             start=int(metadata["start"]),
             end=int(metadata["end"]),
         )

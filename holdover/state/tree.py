@@ -375,18 +375,21 @@ class PrefixTree:
             node = child if child.end <= position else self._split(child, position)
         return node
 
-    def covered_by(self, root: Node, tokens: Tokens, tier: str) -> int:
-        """Position up to which a tier is known to keep the rows of `tokens`, from the beginning on."""
+    def covered_by(self, root: Node, tokens: Tokens, tier: str) -> list[tuple[Saved, int]]:
+        """Rows segments of `tokens` that a tier is known to keep, from position 0 on, each with the position up to which
+        its rows are theirs."""
         node, position = root, 0
+        covered: dict[Saved, int] = {}
         while position < len(tokens):
             child = node.children.get(tokens.item(position))
             if child is None or child.rows is None or tier not in child.rows.tiers:
-                return position
+                break
             position += common_length(child.tokens, tokens[position : position + len(child.tokens)])
+            covered[child.rows] = position
             if position < child.end:
-                return position
+                break
             node = child
-        return position
+        return list(covered.items())
 
     def graft(self, parent: Node, tokens: Tokens, saved: Saved, tier: str) -> Node | None:
         """A tier was found to keep rows below `parent`; adds the path. Returns its last node; None, and nothing is

@@ -9,11 +9,10 @@ import logging
 
 import numpy as np
 
-from holdover.state.address import Tokens
 from holdover.state.layout import Layout
 from holdover.state.node import common_length
-from holdover.state.segment import DamagedSegment, Kind, SegmentHeader, parse_header, segment_bytes, segment_name
-from holdover.store.jobs import FindJob, Found
+from holdover.state.segment import DamagedSegment, Kind, parse_header, segment_bytes, segment_name
+from holdover.store.jobs import FindJob, Found, PrefixContext
 from holdover.store.tier import Tier
 
 log = logging.getLogger(__name__)
@@ -21,26 +20,31 @@ HEAD_BYTES = 8192
 MOST_SNAPSHOT_PROBES = 16
 
 
-def look(tier: Tier, name: str, fingerprint: str, space: bytes) -> Found | None:
-    """What a tier keeps under a name, from its head alone; None if it is nothing that can be used.
+def look(tier: Tier, name: str, parent: str | None, context: PrefixContext) -> Found | None:
+    """What a tier keeps of a prefix under a name, from its head alone; None if it is nothing that can be used.
 
-    The checksum is checked when it is loaded. Raises TierError.
+    The ids of rows are checked against the segment's own address, and so is its header; the checksum over everything is
+    checked when it is loaded. Raises TierError.
     """
-    head = tier.head(name, HEAD_BYTES)
+    head = tier.head(name, HEAD_BYTES, parent)
     if head is None:
         return None
     try:
         header, _, data_start, _ = parse_header(head)
-        if (header.name, header.fingerprint, header.space) != (name, fingerprint, space):
+        expected = (name, parent, context.fingerprint, context.space)
+        if (header.name, header.parent_name, header.fingerprint, header.space) != expected:
             raise DamagedSegment("it is another's, kept under this name")
         if header.kind is not Kind.ROWS:
             return Found(tier.name, header, np.empty(0, dtype="<u4"))
         needed = data_start + 4 * (header.end - header.start)
         if needed > len(head):
-            head = tier.head(name, needed) or b""
-        if needed > len(head):
-            raise DamagedSegment("its token ids are cut off")
-        return Found(tier.name, header, np.frombuffer(head[data_start:needed], dtype="<u4"))
+            head = tier.head(name, needed, parent) or b""
+        ids = np.frombuffer(head[data_start:needed], dtype="<u4") if needed <= len(head) else np.empty(0, "<u4")
+        whole = np.concatenate([context.tokens[: header.start], ids])
+        chain = context.chain.fork(header.start, whole)
+        if len(whole) != header.end or chain.address(header.end) != header.tip:
+            raise DamagedSegment("its token ids are not those that its address says")
+        return Found(tier.name, header, ids)
     except DamagedSegment as error:
         log.warning("can't use %s of the %s tier: %s", name, tier.name, error)
         return None
@@ -51,57 +55,68 @@ def find(tier: Tier, job: FindJob, layout: Layout) -> list[Found]:
 
     Enters all of it in the tier's books. Raises TierError.
     """
-    position = job.from_positions[tier.name]
-    found: list[Found] = []
-    ends = {position}
-    while position < len(job.tokens):
-        each = _look_and_adopt(tier, job, Kind.ROWS, position + 1, layout)
-        if each is None or each.header.start != position:
-            break
-        position += common_length(each.tokens, job.tokens[position:])
-        found.append(each)
-        ends.add(position)
-    if not layout.snapshot_fields:
-        return found
-    for end in _snapshot_positions(job, ends, position, layout):
-        snapshot = _look_and_adopt(tier, job, Kind.SNAPSHOT, end, layout)
-        if snapshot is not None:
-            window = _find_window(tier, job, end, layout)
-            if window is not None:
+    return _Search(tier, job, layout).run()
+
+
+class _Search:
+    """One prompt in one tier. rows: (name, position up to which it is the prompt's) from position 0 on."""
+
+    def __init__(self, tier: Tier, job: FindJob, layout: Layout) -> None:
+        self.tier = tier
+        self.job = job
+        self.layout = layout
+        self.tokens = job.context.tokens
+        self.rows = [(saved.name, end) for saved, end in job.known[tier.name]]
+
+    @property
+    def position(self) -> int:
+        """How far the tier is known to keep the prompt's rows."""
+        return self.rows[-1][1] if self.rows else 0
+
+    def run(self) -> list[Found]:
+        found: list[Found] = []
+        while self.position < len(self.tokens):
+            each = self._look(Kind.ROWS, self.position + 1, self.rows[-1][0] if self.rows else None)
+            if each is None or each.header.start != self.position:
+                break
+            shared = common_length(each.tokens, self.tokens[self.position :])
+            self.rows.append((each.header.name, self.position + shared))
+            found.append(each)
+        for end in self._snapshot_positions() if self.layout.snapshot_fields else ():
+            snapshot = self._look(Kind.SNAPSHOT, end, self._rows_before(end))
+            window = self._window(end) if snapshot is not None else None
+            if snapshot is not None and window is not None:
                 return [*found, snapshot, *window]
-    return found
+        return found
 
+    def _rows_before(self, end: int) -> str | None:
+        """The rows segment that holds token `end - 1`."""
+        return next((name for name, last in self.rows if last >= end), None)
 
-def _snapshot_positions(job: FindJob, ends: set[int], known: int, layout: Layout) -> list[int]:
-    """Where a snapshot may lie that is worth more than what the request can go on from, the farthest first."""
-    if layout.resumes_anywhere:  # only the last hidden vector is of use, and only at the very end
-        return [known] if known == len(job.tokens) > job.resume else []
-    places = {*ends, *job.boundaries}
-    return sorted((each for each in places if job.resume < each <= known), reverse=True)[:MOST_SNAPSHOT_PROBES]
+    def _snapshot_positions(self) -> list[int]:
+        """Where a snapshot may lie that is worth more than what the request can go on from, the farthest first."""
+        known, resume = self.position, self.job.resume
+        if self.layout.resumes_anywhere:  # only the last hidden vector is of use, and only at the very end
+            return [known] if known == len(self.tokens) > resume else []
+        places = {*(end for _, end in self.rows), *self.job.boundaries}
+        return sorted((each for each in places if resume < each <= known), reverse=True)[:MOST_SNAPSHOT_PROBES]
 
+    def _window(self, end: int) -> list[Found] | None:
+        """The window rows that it takes to go on at `end`; None if the tier does not have them all."""
+        found: list[Found] = []
+        first = max(0, end - self.layout.window)
+        while self.layout.window and end > first:
+            each = self._look(Kind.WINDOW, end, self._rows_before(end))
+            if each is None:
+                return None
+            found.append(each)
+            end = each.header.start
+        return found
 
-def _find_window(tier: Tier, job: FindJob, end: int, layout: Layout) -> list[Found] | None:
-    """The window rows that it takes to go on at `end`; None if the tier does not have them all."""
-    found: list[Found] = []
-    first = max(0, end - layout.window)
-    while layout.window and end > first:
-        each = _look_and_adopt(tier, job, Kind.WINDOW, end, layout)
-        if each is None:
+    def _look(self, kind: Kind, position: int, parent: str | None) -> Found | None:
+        context = self.job.context
+        found = look(self.tier, segment_name(kind, context.chain.address(position)), parent, context)
+        if found is None or (kind is not Kind.ROWS and found.header.end != position):
             return None
-        found.append(each)
-        end = each.header.start
-    return found
-
-
-def _look_and_adopt(tier: Tier, job: FindJob, kind: Kind, position: int, layout: Layout) -> Found | None:
-    found = look(tier, segment_name(kind, job.chain.address(position)), job.fingerprint, job.space)
-    if found is None or not _makes_sense(found.header, position, job.tokens, found.tokens):
-        return None
-    header = found.header
-    return found if tier.adopt(header.name, segment_bytes(header, layout), header.parent_name) else None
-
-
-def _makes_sense(header: SegmentHeader, position: int, prompt: Tokens, tokens: Tokens) -> bool:
-    if header.kind is not Kind.ROWS:
-        return header.end == position
-    return header.start == position - 1 and len(tokens) > 0 and tokens[0] == prompt[position - 1]
+        nbytes = segment_bytes(found.header, self.layout)
+        return found if self.tier.adopt(found.header.name, nbytes, parent) else None

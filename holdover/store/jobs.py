@@ -10,8 +10,8 @@ from holdover.state.segment import Kind, SegmentHeader
 
 
 @dataclass(frozen=True, slots=True)
-class SaveContext:
-    """Whose state it is. tokens: from position 0, at least as far as the path goes. session: the client's own name
+class PrefixContext:
+    """Whose state it is. tokens: from position 0, at least as far as is spoken of. session: the client's own name
     for its session, if it gave one."""
 
     fingerprint: str
@@ -23,9 +23,9 @@ class SaveContext:
 
 @dataclass(eq=False, slots=True)
 class SaveJob:
-    """One segment to be saved. slots: of its rows, its window rows or its snapshot. node: leased until the job is done."""
+    """One segment to be saved. slots: of its rows, window rows or snapshot. node: leased until the job is done."""
 
-    context: SaveContext
+    context: PrefixContext
     saved: Saved
     header: SegmentHeader
     slots: Slots
@@ -63,8 +63,8 @@ class Found:
 
 @dataclass(eq=False, slots=True)
 class SaveDone:
-    """A save is over. kept: tiers that now keep it, with the bytes put; evicted: (name, tier) that had to go; other: what
-    a tier keeps in its place, as another engine has cut the same prefix elsewhere."""
+    """A save is over. kept: tiers that now keep it, with the bytes put; evicted: (name, tier) that had to go; other:
+    what a tier keeps in its place, as another engine has cut the same prefix elsewhere."""
 
     job: SaveJob
     kept: dict[str, int] = field(default_factory=dict)
@@ -138,17 +138,13 @@ class LoadDone:
 class FindJob:
     """What shared tiers may know of a request's prompt and its engine does not.
 
-    from_positions: how far each tier is known to keep the prompt's rows; it is asked for what follows. resume: from
-    where the request can go on as it is. boundaries: positions where a snapshot may lie, besides ends of segments.
+    known: rows of the prompt that each tier is known to keep, from position 0 on, with the position up to which they
+    are the prompt's; it is asked for what follows. resume: from where the request can go on as it is. boundaries: positions where a snapshot may lie, besides ends of segments.
     deadline: the request waits no longer than that, by the store's clock.
     """
 
-    owner: object
-    fingerprint: str
-    space: bytes
-    chain: AddressChain
-    tokens: Tokens
-    from_positions: dict[str, int]
+    context: PrefixContext
+    known: dict[str, list[tuple[Saved, int]]]
     resume: int
     boundaries: list[int]
     deadline: float = 0.0

@@ -2,6 +2,7 @@
 
 import heapq
 import logging
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -11,12 +12,15 @@ from holdover.errors import TierError
 from holdover.store.tier import PutResult, PutStatus
 
 log = logging.getLogger(__name__)
+PARENT_DIGITS = 16  # of a name are enough to tell parents apart
+ROWS = ".rows"
 
 
 @dataclass(slots=True)
 class Entry:
     """A segment in the books. `complete` once it can be read; leases: readers at this moment; doomed: removed, but its
-    bytes are still there; dropping: somebody is removing them just now; queued: it stands in the order of eviction."""
+    bytes are still there; dropping: somebody is removing them just now; queued: it stands in the order of eviction.
+    parent: the beginning of the name of the rows that it goes on from."""
 
     nbytes: int
     complete: bool
@@ -46,7 +50,8 @@ class Ledger:
         self._drop = drop
         self._lock = threading.Lock()
         self._entries: dict[str, Entry] = {}
-        self._children: Counter[str] = Counter()  # of those that are not doomed
+        self._children: Counter[str] = Counter()  # by the beginning of their parent's name; of those not doomed
+        self._waiting: dict[str, str] = {}  # rows that would be next to go but for their children
         self._order: list[tuple[int, str]] = []  # a heap; an entry that was used since is put back when its turn comes
         self._used = 0
         self._uses = 0
@@ -82,10 +87,11 @@ class Ledger:
 
     def _enter(self, name: str, nbytes: int, parent: str | None, complete: bool) -> None:
         self._uses += 1
-        self._entries[name] = Entry(nbytes, complete, parent, self._uses)
+        digits = None if parent is None else sys.intern(parent[:PARENT_DIGITS])
+        self._entries[name] = Entry(nbytes, complete, digits, self._uses)
         self._used += nbytes
-        if parent is not None:
-            self._children[parent] += 1
+        if digits is not None:
+            self._children[digits] += 1
         self._queue(name)
 
     def _queue(self, name: str) -> None:
@@ -93,6 +99,12 @@ class Ledger:
         if entry is not None and not entry.queued:
             entry.queued = True
             heapq.heappush(self._order, (entry.last_used, name))
+
+    def _queue_rows(self, digits: str) -> None:
+        """The last that went on from these rows is gone."""
+        name = self._waiting.pop(digits, None)
+        if name is not None:
+            self._queue(name)
 
     def _victims(self, nbytes: int) -> list[str]:
         """What can go to make so much room, in order; nothing if it is not enough."""
@@ -105,7 +117,9 @@ class Ledger:
             if entry is None:
                 continue
             entry.queued = False
-            if self._children[name] > gone[name]:
+            digits = name[:PARENT_DIGITS] if name.endswith(ROWS) else None
+            if digits is not None and self._children[digits] > gone[digits]:
+                self._waiting[digits] = name
                 continue  # it is queued again when the last of its children goes
             if entry.last_used != last_used:
                 self._queue(name)
@@ -117,7 +131,7 @@ class Ledger:
                 if entry.parent is not None and not entry.doomed:
                     gone[entry.parent] += 1
                     if gone[entry.parent] == self._children[entry.parent]:
-                        self._queue(entry.parent)
+                        self._queue_rows(entry.parent)
         for name in aside if nbytes <= 0 else [*aside, *victims]:
             self._queue(name)
         return victims if nbytes <= 0 else []
@@ -132,7 +146,7 @@ class Ledger:
             self._children[entry.parent] -= 1
             if not self._children[entry.parent]:
                 del self._children[entry.parent]
-                self._queue(entry.parent)
+                self._queue_rows(entry.parent)
 
     def _drop_doomed(self, name: str) -> None:
         try:
@@ -160,20 +174,56 @@ class Ledger:
             return True
 
     def remove(self, name: str) -> bool:
-        """Strike `name`; False if it was not there, or is being written. Who is reading it can read on to the end.
+        """Strike `name` and all that goes on from it; False if it was not there, or is being written. Who is reading it
+        can read on to the end.
 
-        Raises TierError if its bytes can't be removed; it can't be found all the same.
+        Raises TierError if bytes can't be removed; they can't be found all the same.
         """
         with self._lock:
             entry = self._entries.get(name)
             if entry is None or not entry.complete or entry.dropping:
                 return False
-            self._doom(name)
-            if entry.leases:
-                return True
-            entry.dropping = True
-        self._drop_doomed(name)
+            dropped = []
+            for other in [name, *self._descendants(name)]:
+                entry = self._entries[other]
+                if entry.complete and not entry.dropping:
+                    self._doom(other)
+                    entry.dropping = not entry.leases
+                    dropped += [other] * entry.dropping
+        failure: TierError | None = None
+        for other in dropped:
+            try:
+                self._drop_doomed(other)
+            except TierError as error:
+                failure = error
+        if failure is not None:
+            raise failure
         return True
+
+    def _descendants(self, name: str) -> list[str]:
+        if not (name.endswith(ROWS) and self._children[name[:PARENT_DIGITS]]):
+            return []
+        children: dict[str, list[str]] = {}
+        for other, entry in self._entries.items():
+            if entry.parent is not None:
+                children.setdefault(entry.parent, []).append(other)
+        found = [*children[name[:PARENT_DIGITS]]]
+        for other in found:  # which grows
+            found += children.get(other[:PARENT_DIGITS], ()) if other.endswith(ROWS) else ()
+        return found
+
+    def parent(self, name: str) -> str | None:
+        """The beginning of the name of what a segment goes on from, if it stands in the books and has one."""
+        with self._lock:
+            entry = self._entries.get(name)
+            return None if entry is None else entry.parent
+
+    def orphans(self) -> list[str]:
+        """What goes on from rows that are not here, directly or not."""
+        with self._lock:
+            rows = {name[:PARENT_DIGITS] for name in self._entries if name.endswith(ROWS)}
+            lost = [n for n, e in self._entries.items() if e.parent is not None and e.parent not in rows]
+            return [each for name in lost for each in (name, *self._descendants(name))]
 
     def abandon(self, name: str) -> None:
         """What was reserved could not be written."""

@@ -51,14 +51,14 @@ class MemoryTier:
         self._ledger.complete(name)
         return result
 
-    def head(self, name: str, nbytes: int) -> bytes | None:
+    def head(self, name: str, nbytes: int, parent: str | None) -> bytes | None:
         with self.get(name) as buffer:
             return None if buffer is None else buffer[:nbytes].numpy().tobytes()
 
     def adopt(self, name: str, nbytes: int, parent: str | None) -> bool:
         return self._ledger.has(name)
 
-    def delete(self, name: str) -> None:
+    def delete(self, name: str, parent: str | None = None) -> None:
         self._ledger.remove(name)
 
     def scan(self) -> Iterator[str]:

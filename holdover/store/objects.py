@@ -14,19 +14,32 @@ from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError
 from obstore.store import LocalStore, ObjectStore, from_url
 
 from holdover.errors import TierError
-from holdover.store.ledger import Ledger
+from holdover.state.segment import Kind
+from holdover.store.ledger import PARENT_DIGITS, Ledger
 from holdover.store.tier import PutResult, PutStatus
 
 log = logging.getLogger(__name__)
 PROBE = "probe"
+ROOT = "0" * PARENT_DIGITS  # where a segment that begins at position 0 would name its parent
+KINDS = frozenset(kind.value for kind in Kind)
 REQUEST_TIMEOUT, CONNECT_TIMEOUT, RETRY_TIMEOUT = timedelta(seconds=60), timedelta(seconds=5), timedelta(seconds=20)
 ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT")
 MAX_RETRIES = 2  # then the tier is left alone for a while, and serving goes on without it
 
 
-def _path(name: str) -> str:
-    """Segments are spread over 256 folders. Names are digests that Holdover makes, never user input."""
-    return f"segments/{name[:2]}/{name}"
+def object_path(name: str, parent: str | None) -> str:
+    """Where a segment lies. Segments are spread over 256 folders, and say whom they go on from: so a list of all paths
+    is the whole tree. Names are digests that Holdover makes, never user input."""
+    address, kind = name.split(".")
+    return f"segments/{name[:2]}/{address}.{ROOT if parent is None else parent[:PARENT_DIGITS]}.{kind}"
+
+
+def parse_path(path: str) -> tuple[str, str] | None:
+    """Name of the segment that lies at a path, and the beginning of its parent's (ROOT if it has none)."""
+    parts = path.rsplit("/", 1)[-1].split(".")
+    if len(parts) != 3 or len(parts[0]) != 64 or len(parts[1]) != PARENT_DIGITS or parts[2] not in KINDS:
+        return None
+    return f"{parts[0]}.{parts[2]}", parts[1]
 
 
 def disk_tier(folder: Path, budget_bytes: int, name: str = "disk") -> "ObjectTier":
@@ -81,9 +94,15 @@ class ObjectTier:
         found = [item for page in obstore.list(self._store, prefix="segments") for item in page]
         found.sort(key=lambda item: item["last_modified"])
         for item in reversed(found):  # newest first, as far as the budget reaches
-            if not self._ledger.adopt(Path(item["path"]).name, item["size"]):
+            # What is no segment of this version counts as well, under its path, and goes as it is not used.
+            name, parent = parse_path(item["path"]) or (item["path"], ROOT)
+            if self._ledger.knows(name) or not self._ledger.adopt(
+                name, item["size"], None if parent == ROOT else parent
+            ):
                 obstore.delete(self._store, item["path"])
-        self._ledger.touch([Path(item["path"]).name for item in found])
+        self._ledger.touch([(parse_path(item["path"]) or (item["path"], ""))[0] for item in found])
+        for name in self._ledger.orphans():
+            self._ledger.remove(name)
 
     def has(self, name: str) -> bool:
         return self._ledger.has(name)
@@ -100,7 +119,7 @@ class ObjectTier:
 
     def _read(self, name: str) -> torch.Tensor | None:
         try:
-            content = obstore.get(self._store, _path(name)).bytes()
+            content = obstore.get(self._store, self._path(name)).bytes()
         except (NotFoundError, FileNotFoundError):
             return None
         except (OSError, BaseError) as error:
@@ -114,7 +133,11 @@ class ObjectTier:
         if not self._ledger.lease(parent):
             return PutResult(PutStatus.ORPHAN)
         try:
-            return self._put(name, nbytes, make, parent)
+            result = self._put(name, nbytes, make, parent)
+            if result.status is PutStatus.KEPT and not self._ledger.has(parent):  # it was removed meanwhile
+                self._ledger.remove(name)
+                return PutResult(PutStatus.ORPHAN, result.evicted)
+            return result
         finally:
             self._ledger.release(parent)
 
@@ -123,7 +146,7 @@ class ObjectTier:
         if result.status is not PutStatus.KEPT:
             return result
         try:
-            obstore.put(self._store, _path(name), make().numpy().data, mode="create", use_multipart=False)
+            obstore.put(self._store, object_path(name, parent), make().numpy().data, mode="create", use_multipart=False)
         except AlreadyExistsError:  # another engine was faster; what exactly it keeps, the caller has to look at
             self._ledger.abandon(name)
             return PutResult(PutStatus.ALREADY_THERE, result.evicted)
@@ -139,13 +162,19 @@ class ObjectTier:
         self._ledger.complete(name)
         return result
 
-    def delete(self, name: str) -> None:
+    def delete(self, name: str, parent: str | None = None) -> None:
         if not self._ledger.remove(name) and not self._ledger.knows(name):
-            self._remove(name)
+            self._remove_path(object_path(name, parent))
+
+    def _path(self, name: str) -> str:
+        return name if "/" in name else object_path(name, self._ledger.parent(name))
 
     def _remove(self, name: str) -> None:
+        self._remove_path(self._path(name))
+
+    def _remove_path(self, path: str) -> None:
         try:
-            obstore.delete(self._store, _path(name))
+            obstore.delete(self._store, path)
         except (NotFoundError, FileNotFoundError):
             pass
         except (OSError, BaseError) as error:
@@ -154,9 +183,9 @@ class ObjectTier:
     def scan(self) -> Iterator[str]:
         return self._ledger.names()
 
-    def head(self, name: str, nbytes: int) -> bytes | None:
+    def head(self, name: str, nbytes: int, parent: str | None) -> bytes | None:
         try:
-            return bytes(obstore.get(self._store, _path(name), options={"range": (0, nbytes)}).bytes())
+            return bytes(obstore.get(self._store, object_path(name, parent), options={"range": (0, nbytes)}).bytes())
         except (NotFoundError, FileNotFoundError):
             return None
         except (OSError, BaseError) as error:

@@ -8,12 +8,12 @@ from holdover.state.node import Node, Saved, live_windows, path_to
 from holdover.state.pool import Slots
 from holdover.state.segment import Kind, SegmentHeader
 from holdover.state.tree import PrefixTree
-from holdover.store.jobs import SaveContext, SaveJob
+from holdover.store.jobs import PrefixContext, SaveJob
 
-SavePlanner = Callable[[PrefixTree, Node, SaveContext], list[SaveJob]]
+SavePlanner = Callable[[PrefixTree, Node, PrefixContext], list[SaveJob]]
 
 
-def plan_delta(tree: PrefixTree, node: Node, context: SaveContext) -> list[SaveJob]:
+def plan_delta(tree: PrefixTree, node: Node, context: PrefixContext) -> list[SaveJob]:
     """Save what the path to `node` has and no tier keeps or is about to keep: each thing once, each turn its delta.
 
     Neighbouring unsaved nodes become one segment. Registers what it plans with the tree.
@@ -34,7 +34,7 @@ def plan_delta(tree: PrefixTree, node: Node, context: SaveContext) -> list[SaveJ
     return jobs + _window_jobs(tree, node, context)
 
 
-def _window_jobs(tree: PrefixTree, node: Node, context: SaveContext) -> list[SaveJob]:
+def _window_jobs(tree: PrefixTree, node: Node, context: PrefixContext) -> list[SaveJob]:
     """Jobs that save the window rows on the path to `node` that are still of use and that no segment holds."""
     jobs: list[SaveJob] = []
     for each, live in live_windows(node, tree.layout.window) if tree.layout.window else ():
@@ -58,7 +58,7 @@ def _uncovered(first: int, last: int, segments: list[Saved]) -> list[tuple[int, 
     return parts
 
 
-def _rows_job(tree: PrefixTree, run: list[Node], context: SaveContext) -> list[SaveJob]:
+def _rows_job(tree: PrefixTree, run: list[Node], context: PrefixContext) -> list[SaveJob]:
     if not run:
         return []
     before = run[0].parent
@@ -68,32 +68,35 @@ def _rows_job(tree: PrefixTree, run: list[Node], context: SaveContext) -> list[S
 
 
 def rows_job(
-    tree: PrefixTree, run: list[Node], context: SaveContext, address: bytes, parent: bytes, slots: list[Slots]
+    tree: PrefixTree, run: list[Node], context: PrefixContext, address: bytes, parent: bytes, slots: list[Slots]
 ) -> SaveJob:
     """A job that saves the rows of a run of nodes as one segment."""
     start, end = run[0].start, run[-1].end
     saved = Saved(Kind.ROWS, address, start, end)
     tree.saved.register(saved, run)
-    header = SegmentHeader(Kind.ROWS, context.fingerprint, context.space, address, parent, start, end)
+    tip = context.chain.address(end)
+    header = SegmentHeader(Kind.ROWS, context.fingerprint, context.space, address, parent, tip, start, end)
     return SaveJob(context, saved, header, np.concatenate(slots), run[-1])
 
 
-def snapshot_job(tree: PrefixTree, node: Node, context: SaveContext, address: bytes, parent: bytes) -> SaveJob:
+def snapshot_job(tree: PrefixTree, node: Node, context: PrefixContext, address: bytes, parent: bytes) -> SaveJob:
     """A job that saves the snapshot at a node's end."""
     assert node.snapshot_slots is not None
     saved = Saved(Kind.SNAPSHOT, address, node.end, node.end)
     tree.saved.register(saved, [node])
-    header = SegmentHeader(Kind.SNAPSHOT, context.fingerprint, context.space, address, parent, node.end, node.end)
+    header = SegmentHeader(
+        Kind.SNAPSHOT, context.fingerprint, context.space, address, parent, address, node.end, node.end
+    )
     return SaveJob(context, saved, header, node.snapshot_slots, node)
 
 
 def window_job(
-    tree: PrefixTree, node: Node, context: SaveContext, address: bytes, first: int, last: int, slots: Slots
+    tree: PrefixTree, node: Node, context: PrefixContext, address: bytes, first: int, last: int, slots: Slots
 ) -> SaveJob:
     """A job that saves the window rows `[first, last)` of a node; slots: [last - first, slots_per_window_row]."""
     assert node.rows is not None
     saved = Saved(Kind.WINDOW, address, first, last)
     tree.saved.register(saved, [node])
     parent = node.rows.address
-    header = SegmentHeader(Kind.WINDOW, context.fingerprint, context.space, address, parent, first, last)
+    header = SegmentHeader(Kind.WINDOW, context.fingerprint, context.space, address, parent, address, first, last)
     return SaveJob(context, saved, header, slots, node)

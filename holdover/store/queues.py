@@ -21,10 +21,11 @@ from holdover.state.segment import (
     SegmentHeader,
     decode,
     encode,
+    parse_header,
     segment_bytes,
     state_bytes,
 )
-from holdover.store.finding import find, look
+from holdover.store.finding import HEAD_BYTES, find, look
 from holdover.store.jobs import (
     Change,
     DeleteJob,
@@ -161,7 +162,7 @@ class Store:
     def _find(self, job: FindJob) -> None:
         result = FindDone(job)
         for tier in self.shared_tiers:
-            if tier.name not in job.from_positions or self._clock() < self._silent_until.get(tier.name, 0.0):
+            if tier.name not in job.known or self._clock() < self._silent_until.get(tier.name, 0.0):
                 continue
             try:
                 result.found += find(tier, job, self.layout)
@@ -253,9 +254,9 @@ class Store:
                 self._remove_at_last(tier, header.name)
                 put = tier.put(header.name, nbytes, make, header.parent_name)
                 if put.status is PutStatus.ALREADY_THERE:
-                    other = look(tier, header.name, header.fingerprint, header.space)
+                    other = look(tier, header.name, header.parent_name, header.space, job.context)
                     if other is None:  # damaged, or gone again: what is new takes its place
-                        tier.delete(header.name)
+                        tier.delete(header.name, header.parent_name)
                         put = tier.put(header.name, nbytes, make, header.parent_name)
                     elif (other.header, other.tokens.tobytes()) != (header, job.own_tokens.tobytes()):
                         result.evicted += [(name, tier.name) for name in put.evicted]
@@ -397,5 +398,8 @@ class Store:
     @staticmethod
     def _same(tier: Tier, header: SegmentHeader) -> bool:
         """Whether a tier keeps this very segment under its name."""
-        found = look(tier, header.name, header.fingerprint, header.space)
-        return found is not None and found.header == header
+        head = tier.head(header.name, HEAD_BYTES, header.parent_name)
+        try:
+            return head is not None and parse_header(head)[0] == header
+        except DamagedSegment:
+            return False

@@ -46,14 +46,15 @@ class Tier(Protocol):
         parent: the segment that this one goes on from. It is not evicted while this one is here.
         """
 
-    def head(self, name: str, nbytes: int) -> bytes | None:
+    def head(self, name: str, nbytes: int, parent: str | None) -> bytes | None:
         """The first bytes of a segment, or None if it is not there. Asks the place itself, not only the books."""
 
     def adopt(self, name: str, nbytes: int, parent: str | None) -> bool:
         """Enter a segment that was found in the books. False if they have no room for it."""
 
-    def delete(self, name: str) -> None:
-        """Forget a segment; no error if it is not there."""
+    def delete(self, name: str, parent: str | None = None) -> None:
+        """Forget a segment, and what goes on from it; no error if it is not there. parent: in case that the books don't
+        have it."""
 
     def scan(self) -> Iterator[str]:
         """Names of all segments kept."""

@@ -106,11 +106,13 @@ class SimulatedTier:
         self._pass_time("put")
         return result
 
-    def delete(self, name: str) -> None:
+    def delete(self, name: str, parent: str | None = None) -> None:
         self._meet_faults("delete")
-        self.inner.delete(name)
-        if not self.inner.has(name):
-            self._removed(name)
+        try:
+            self.inner.delete(name, parent)
+        finally:
+            for other in [other for other in self.held if not self.inner.has(other)]:  # what goes on from it goes too
+                self._removed(other)
 
     def scan(self) -> Iterator[str]:
         return self.inner.scan()
@@ -121,10 +123,10 @@ class SimulatedTier:
     def used_bytes(self) -> int:
         return self.inner.used_bytes()
 
-    def head(self, name: str, nbytes: int) -> bytes | None:
+    def head(self, name: str, nbytes: int, parent: str | None) -> bytes | None:
         self._pass_time("get")
         damage = self._meet_faults("get")
-        head = self.inner.head(name, nbytes)
+        head = self.inner.head(name, nbytes, parent)
         self._pass_time("get")
         if head is None or not damage:
             return head

@@ -9,7 +9,7 @@ from holdover.state.node import Node, Saved
 from holdover.state.saved import MOST_READ_FAILURES
 from holdover.state.segment import Kind
 from holdover.state.tree import PrefixTree
-from holdover.store.jobs import SaveContext
+from holdover.store.jobs import PrefixContext
 from holdover.store.planning import plan_delta
 from tests.state.test_tree import SPACE, make, publish
 
@@ -39,7 +39,7 @@ def test_it_is_known_again_when_the_tier_works_again() -> None:
     assert position(tree) == 0, "not loaded from there for now"
     publish(tree, TOKENS)
     check_integrity(tree)
-    context = SaveContext("model", SPACE, None, np.array(TOKENS), None)  # type: ignore[arg-type]
+    context = PrefixContext("model", SPACE, None, np.array(TOKENS), None)  # type: ignore[arg-type]
     assert not plan_delta(tree, node, context), "and not saved there a second time"
     tree.make_room(tree.pool.num_slots)
     tree.saved.reachable("memory")

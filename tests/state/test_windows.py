@@ -15,7 +15,7 @@ from holdover.state.node import Node, Saved, live_windows, path_to
 from holdover.state.pool import DevicePool
 from holdover.state.segment import Kind
 from holdover.state.tree import PrefixTree
-from holdover.store.jobs import SaveContext
+from holdover.store.jobs import PrefixContext
 from holdover.store.planning import plan_delta
 
 SPACE = bytes(32)
@@ -156,7 +156,7 @@ class WindowMachine(RuleBasedStateMachine):
             self.tier.pop(saved.name, None)
 
     def save(self, node: Node, tokens: Tokens) -> None:
-        context = SaveContext("model", SPACE, AddressChain(bytes(32), tokens), tokens, None)
+        context = PrefixContext("model", SPACE, AddressChain(bytes(32), tokens), tokens, None)
         for job in plan_delta(self.tree, node, context):
             name = job.saved.name
             assert name not in self.tier, "saved twice"
