@@ -26,9 +26,9 @@ def plan_whole(tree: PrefixTree, node: Node, context: PrefixContext) -> list[Sav
     address = own.address(node.end)
     if node.rows is not None and node.rows.address == address:
         return []
-    jobs = [rows_job(tree, path, context, address, context.space, slots)]
+    jobs = [rows_job(tree, path, context, address, None, slots)]
     if node.snapshot_slots is not None:
-        jobs.append(snapshot_job(tree, node, context, address, address))
+        jobs.append(snapshot_job(tree, node, context, address, jobs[0].saved))
     return jobs
 
 

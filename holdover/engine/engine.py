@@ -358,7 +358,7 @@ class Engine:
     def _learn(self, found: Found, root: Node, tokens: Tokens) -> None:
         """A tier keeps a segment of this prefix that another engine saved, or this one before a restart."""
         header = found.header
-        saved = Saved(header.kind, header.address, header.start, header.end)
+        saved = Saved(header.kind, header.address, header.start, header.end, header.tip)
         tree = self.tree
         if header.kind is Kind.ROWS:
             parent = tree.node_ending_at(root, tokens, header.start)
@@ -431,6 +431,10 @@ class Engine:
             counters.bytes_new_state += new_bytes
         for name, tier in done.evicted:
             self._evicted(name, tier)
+        for name, tip, tier in done.stale:
+            stale = self.tree.saved.find(name)
+            if stale is not None and stale.tip == tip:
+                self._forget(name, tier)
         if not done.kept:
             self.tree.lost(job.saved.name, "")
 

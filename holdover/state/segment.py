@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -47,6 +48,14 @@ class OtherFormat(DamagedSegment):
     """A segment of a format that this version does not read: a miss, but not for it to remove."""
 
 
+class Link(NamedTuple):
+    """How a segment hangs together with others: its tip, and name and tip of the rows segment that it goes on from."""
+
+    tip: str
+    parent: str | None
+    parent_tip: str
+
+
 @dataclass(frozen=True, slots=True)
 class SegmentHeader:
     """Everything about a segment but its arrays.
@@ -54,7 +63,8 @@ class SegmentHeader:
     space: address of position 0, which names the model and the tenant. address: of rows, of the prefix up to and with
     their first token (position `start + 1`); of a snapshot or window, of position `end`. parent: address of the rows
     segment that holds token `start - 1` (for a snapshot or window: token `end - 1`), or `space` if there is none. tip:
-    address of position `end`. A snapshot has start == end.
+    address of position `end`; parent_tip: the parent's, as another segment of the parent's name may end elsewhere. A
+    snapshot has start == end.
     """
 
     kind: Kind
@@ -62,6 +72,7 @@ class SegmentHeader:
     space: bytes
     address: bytes
     parent: bytes
+    parent_tip: bytes
     tip: bytes
     start: int
     end: int
@@ -69,6 +80,11 @@ class SegmentHeader:
     @property
     def name(self) -> str:
         return segment_name(self.kind, self.address)
+
+    @property
+    def link(self) -> Link:
+        """How it hangs together with others."""
+        return Link(self.tip.hex(), self.parent_name, self.parent_tip.hex())
 
     @property
     def parent_name(self) -> str | None:
@@ -154,6 +170,7 @@ def _header_bytes(header: SegmentHeader, layout: Layout, checksum: str) -> bytes
         "space": header.space.hex(),
         "address": header.address.hex(),
         "parent": header.parent.hex(),
+        "parent_tip": header.parent_tip.hex(),
         "tip": header.tip.hex(),
         "start": str(header.start),
         "end": str(header.end),
@@ -227,6 +244,7 @@ def parse_header(start_of_file: memoryview | bytes) -> tuple[SegmentHeader, dict
             space=bytes.fromhex(metadata["space"]),
             address=bytes.fromhex(metadata["address"]),
             parent=bytes.fromhex(metadata["parent"]),
+            parent_tip=bytes.fromhex(metadata["parent_tip"]),
             tip=bytes.fromhex(metadata["tip"]),
             start=int(metadata["start"]),
             end=int(metadata["end"]),

@@ -376,8 +376,8 @@ class PrefixTree:
         return node
 
     def covered_by(self, root: Node, tokens: Tokens, tier: str) -> list[tuple[Saved, int]]:
-        """Rows segments of `tokens` that a tier is known to keep, from position 0 on, each with the position up to which
-        its rows are theirs."""
+        """Rows segments of `tokens` that a tier is known to keep, from position 0 on, each with the position up to
+        which its rows are theirs."""
         node, position = root, 0
         covered: dict[Saved, int] = {}
         while position < len(tokens):

@@ -11,7 +11,7 @@ import numpy as np
 
 from holdover.state.layout import Layout
 from holdover.state.node import common_length
-from holdover.state.segment import DamagedSegment, Kind, parse_header, segment_bytes, segment_name
+from holdover.state.segment import DamagedSegment, Kind, Link, parse_header, segment_bytes, segment_name
 from holdover.store.jobs import FindJob, Found, PrefixContext
 from holdover.store.tier import Tier
 
@@ -20,25 +20,26 @@ HEAD_BYTES = 8192
 MOST_SNAPSHOT_PROBES = 16
 
 
-def look(tier: Tier, name: str, parent: str | None, context: PrefixContext) -> Found | None:
-    """What a tier keeps of a prefix under a name, from its head alone; None if it is nothing that can be used.
+def look(tier: Tier, name: str, link: Link, context: PrefixContext) -> Found | None:
+    """What a tier keeps of a prefix under a name, from its head alone; None if it is nothing that can be used. link:
+    names the parent that it must have.
 
     The ids of rows are checked against the segment's own address, and so is its header; the checksum over everything is
     checked when it is loaded. Raises TierError.
     """
-    head = tier.head(name, HEAD_BYTES, parent)
+    head = tier.head(name, HEAD_BYTES, link.parent)
     if head is None:
         return None
     try:
         header, _, data_start, _ = parse_header(head)
-        expected = (name, parent, context.fingerprint, context.space)
-        if (header.name, header.parent_name, header.fingerprint, header.space) != expected:
+        expected = (name, link[1:], context.fingerprint, context.space)
+        if (header.name, header.link[1:], header.fingerprint, header.space) != expected:
             raise DamagedSegment("it is another's, kept under this name")
         if header.kind is not Kind.ROWS:
             return Found(tier.name, header, np.empty(0, dtype="<u4"))
         needed = data_start + 4 * (header.end - header.start)
         if needed > len(head):
-            head = tier.head(name, needed, parent) or b""
+            head = tier.head(name, needed, link.parent) or b""
         ids = np.frombuffer(head[data_start:needed], dtype="<u4") if needed <= len(head) else np.empty(0, "<u4")
         whole = np.concatenate([context.tokens[: header.start], ids])
         chain = context.chain.fork(header.start, whole)
@@ -59,46 +60,48 @@ def find(tier: Tier, job: FindJob, layout: Layout) -> list[Found]:
 
 
 class _Search:
-    """One prompt in one tier. rows: (name, position up to which it is the prompt's) from position 0 on."""
+    """One prompt in one tier. rows: (name, tip, position up to which it is the prompt's) from position 0 on."""
 
     def __init__(self, tier: Tier, job: FindJob, layout: Layout) -> None:
         self.tier = tier
         self.job = job
         self.layout = layout
         self.tokens = job.context.tokens
-        self.rows = [(saved.name, end) for saved, end in job.known[tier.name]]
+        self.rows = [(saved.name, saved.tip, end) for saved, end in job.known[tier.name]]
 
     @property
     def position(self) -> int:
         """How far the tier is known to keep the prompt's rows."""
-        return self.rows[-1][1] if self.rows else 0
+        return self.rows[-1][2] if self.rows else 0
 
     def run(self) -> list[Found]:
         found: list[Found] = []
         while self.position < len(self.tokens):
-            each = self._look(Kind.ROWS, self.position + 1, self.rows[-1][0] if self.rows else None)
+            each = self._look(Kind.ROWS, self.position + 1, self.position)
             if each is None or each.header.start != self.position:
                 break
             shared = common_length(each.tokens, self.tokens[self.position :])
-            self.rows.append((each.header.name, self.position + shared))
+            self.rows.append((each.header.name, each.header.tip, self.position + shared))
             found.append(each)
         for end in self._snapshot_positions() if self.layout.snapshot_fields else ():
-            snapshot = self._look(Kind.SNAPSHOT, end, self._rows_before(end))
+            snapshot = self._look(Kind.SNAPSHOT, end, end)
             window = self._window(end) if snapshot is not None else None
             if snapshot is not None and window is not None:
                 return [*found, snapshot, *window]
         return found
 
-    def _rows_before(self, end: int) -> str | None:
-        """The rows segment that holds token `end - 1`."""
-        return next((name for name, last in self.rows if last >= end), None)
+    def _link(self, position: int) -> Link:
+        """To the rows segment that holds token `position - 1`."""
+        rows = ((name, tip) for name, tip, last in self.rows if last >= position > 0)
+        name, tip = next(rows, (None, self.job.context.space))
+        return Link("", name, tip.hex())
 
     def _snapshot_positions(self) -> list[int]:
         """Where a snapshot may lie that is worth more than what the request can go on from, the farthest first."""
         known, resume = self.position, self.job.resume
         if self.layout.resumes_anywhere:  # only the last hidden vector is of use, and only at the very end
             return [known] if known == len(self.tokens) > resume else []
-        places = {*(end for _, end in self.rows), *self.job.boundaries}
+        places = {*(end for _, _, end in self.rows), *self.job.boundaries}
         return sorted((each for each in places if resume < each <= known), reverse=True)[:MOST_SNAPSHOT_PROBES]
 
     def _window(self, end: int) -> list[Found] | None:
@@ -106,17 +109,17 @@ class _Search:
         found: list[Found] = []
         first = max(0, end - self.layout.window)
         while self.layout.window and end > first:
-            each = self._look(Kind.WINDOW, end, self._rows_before(end))
+            each = self._look(Kind.WINDOW, end, end)
             if each is None:
                 return None
             found.append(each)
             end = each.header.start
         return found
 
-    def _look(self, kind: Kind, position: int, parent: str | None) -> Found | None:
+    def _look(self, kind: Kind, position: int, after: int) -> Found | None:
         context = self.job.context
-        found = look(self.tier, segment_name(kind, context.chain.address(position)), parent, context)
+        found = look(self.tier, segment_name(kind, context.chain.address(position)), self._link(after), context)
         if found is None or (kind is not Kind.ROWS and found.header.end != position):
             return None
         nbytes = segment_bytes(found.header, self.layout)
-        return found if self.tier.adopt(found.header.name, nbytes, parent) else None
+        return found if self.tier.adopt(found.header.name, nbytes, found.header.link) else None

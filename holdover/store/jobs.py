@@ -64,13 +64,15 @@ class Found:
 @dataclass(eq=False, slots=True)
 class SaveDone:
     """A save is over. kept: tiers that now keep it, with the bytes put; evicted: (name, tier) that had to go; other:
-    what a tier keeps in its place, as another engine has cut the same prefix elsewhere."""
+    what a tier keeps in its place, as another engine has cut the same prefix elsewhere; stale: (name, tip, tier) of
+    rows that the engine thinks are there, and are not, or are another engine's cut."""
 
     job: SaveJob
     kept: dict[str, int] = field(default_factory=dict)
     evicted: list[tuple[str, str]] = field(default_factory=list)
     state_bytes: int = 0
     other: Found | None = None
+    stale: list[tuple[str, bytes, str]] = field(default_factory=list)
 
 
 @dataclass(eq=False, slots=True)
@@ -139,7 +141,8 @@ class FindJob:
     """What shared tiers may know of a request's prompt and its engine does not.
 
     known: rows of the prompt that each tier is known to keep, from position 0 on, with the position up to which they
-    are the prompt's; it is asked for what follows. resume: from where the request can go on as it is. boundaries: positions where a snapshot may lie, besides ends of segments.
+    are the prompt's; it is asked for what follows. resume: from where the request can go on as it is. boundaries:
+    positions where a snapshot may lie, besides ends of segments.
     deadline: the request waits no longer than that, by the store's clock.
     """
 

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from holdover.errors import TierError
-from holdover.store.tier import PutResult, PutStatus
+from holdover.state.segment import Link
+from holdover.store.tier import ALONE, PutResult, PutStatus
 
 log = logging.getLogger(__name__)
 PARENT_DIGITS = 16  # of a name are enough to tell parents apart
@@ -20,11 +21,13 @@ ROWS = ".rows"
 class Entry:
     """A segment in the books. `complete` once it can be read; leases: readers at this moment; doomed: removed, but its
     bytes are still there; dropping: somebody is removing them just now; queued: it stands in the order of eviction.
-    parent: the beginning of the name of the rows that it goes on from."""
+    parent: the beginning of the name of the rows that it goes on from; tip: the beginning of its own, if that is known.
+    """
 
     nbytes: int
     complete: bool
     parent: str | None
+    tip: str
     last_used: int
     leases: int = 0
     doomed: bool = False
@@ -56,7 +59,7 @@ class Ledger:
         self._used = 0
         self._uses = 0
 
-    def reserve(self, name: str, nbytes: int, parent: str | None = None) -> PutResult:
+    def reserve(self, name: str, nbytes: int, link: Link = ALONE) -> PutResult:
         """Enter `name` as incomplete, evicting for it. Raises what `drop` raises, naming all that was evicted."""
         evicted: list[str] = []
         while True:
@@ -66,7 +69,7 @@ class Ledger:
                     return PutResult(PutStatus.REFUSED if doomed else PutStatus.ALREADY_THERE, tuple(evicted))
                 room = self.budget_bytes - self._used
                 if room >= nbytes:
-                    self._enter(name, nbytes, parent, complete=False)
+                    self._enter(name, nbytes, link, complete=False)
                     return PutResult(PutStatus.KEPT, tuple(evicted))
                 victims = self._victims(nbytes - room)
                 if not victims:
@@ -85,10 +88,10 @@ class Ledger:
                 failure.evicted = tuple(evicted)
                 raise failure
 
-    def _enter(self, name: str, nbytes: int, parent: str | None, complete: bool) -> None:
+    def _enter(self, name: str, nbytes: int, link: Link, complete: bool) -> None:
         self._uses += 1
-        digits = None if parent is None else sys.intern(parent[:PARENT_DIGITS])
-        self._entries[name] = Entry(nbytes, complete, digits, self._uses)
+        digits = None if link.parent is None else sys.intern(link.parent[:PARENT_DIGITS])
+        self._entries[name] = Entry(nbytes, complete, digits, link.tip[:PARENT_DIGITS], self._uses)
         self._used += nbytes
         if digits is not None:
             self._children[digits] += 1
@@ -163,14 +166,15 @@ class Ledger:
         with self._lock:
             self._entries[name].complete = True
 
-    def adopt(self, name: str, nbytes: int, parent: str | None = None) -> bool:
+    def adopt(self, name: str, nbytes: int, link: Link = ALONE) -> bool:
         """Enter something that is there already. False if the budget has no room for it, or it is being removed."""
         with self._lock:
             if name in self._entries:
+                self._entries[name].tip = link.tip[:PARENT_DIGITS]
                 return self._entries[name].readable
             if self._used + nbytes > self.budget_bytes:
                 return False
-            self._enter(name, nbytes, parent, complete=True)
+            self._enter(name, nbytes, link, complete=True)
             return True
 
     def remove(self, name: str) -> bool:
@@ -231,10 +235,11 @@ class Ledger:
             self._doom(name)
             self._used -= self._entries.pop(name).nbytes
 
-    def lease(self, name: str) -> bool:
+    def lease(self, name: str, tip: str | None = None) -> bool:
+        """Keep a segment from being evicted. False if it is not there, or another than the one with this tip is."""
         with self._lock:
             entry = self._entries.get(name)
-            if entry is None or not entry.readable:
+            if entry is None or not entry.readable or (tip is not None and entry.tip != tip[:PARENT_DIGITS]):
                 return False
             entry.leases += 1
             self._uses += 1

@@ -5,8 +5,9 @@ from contextlib import contextmanager
 
 import torch
 
+from holdover.state.segment import Link
 from holdover.store.ledger import Ledger
-from holdover.store.tier import PutResult, PutStatus
+from holdover.store.tier import ALONE, PutResult, PutStatus
 
 ENTRY_OVERHEAD_BYTES = 768  # of the tensor object, its name and its place in the books
 
@@ -39,8 +40,8 @@ class MemoryTier:
         finally:
             self._ledger.release(name)
 
-    def put(self, name: str, nbytes: int, make: Callable[[], torch.Tensor], parent: str | None = None) -> PutResult:
-        result = self._ledger.reserve(name, nbytes + ENTRY_OVERHEAD_BYTES, parent)
+    def put(self, name: str, nbytes: int, make: Callable[[], torch.Tensor], link: Link = ALONE) -> PutResult:
+        result = self._ledger.reserve(name, nbytes + ENTRY_OVERHEAD_BYTES, link)
         if result.status is not PutStatus.KEPT:
             return result
         try:
@@ -55,7 +56,7 @@ class MemoryTier:
         with self.get(name) as buffer:
             return None if buffer is None else buffer[:nbytes].numpy().tobytes()
 
-    def adopt(self, name: str, nbytes: int, parent: str | None) -> bool:
+    def adopt(self, name: str, nbytes: int, link: Link) -> bool:
         return self._ledger.has(name)
 
     def delete(self, name: str, parent: str | None = None) -> None:

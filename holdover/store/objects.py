@@ -14,9 +14,9 @@ from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError
 from obstore.store import LocalStore, ObjectStore, from_url
 
 from holdover.errors import TierError
-from holdover.state.segment import Kind
+from holdover.state.segment import Kind, Link
 from holdover.store.ledger import PARENT_DIGITS, Ledger
-from holdover.store.tier import PutResult, PutStatus
+from holdover.store.tier import ALONE, PutResult, PutStatus
 
 log = logging.getLogger(__name__)
 PROBE = "probe"
@@ -34,12 +34,17 @@ def object_path(name: str, parent: str | None) -> str:
     return f"segments/{name[:2]}/{address}.{ROOT if parent is None else parent[:PARENT_DIGITS]}.{kind}"
 
 
-def parse_path(path: str) -> tuple[str, str] | None:
-    """Name of the segment that lies at a path, and the beginning of its parent's (ROOT if it has none)."""
+def parse_path(path: str) -> tuple[str, str | None] | None:
+    """Name of the segment that lies at a path, and the beginning of its parent's; None if it is no segment's path."""
     parts = path.rsplit("/", 1)[-1].split(".")
     if len(parts) != 3 or len(parts[0]) != 64 or len(parts[1]) != PARENT_DIGITS or parts[2] not in KINDS:
         return None
-    return f"{parts[0]}.{parts[2]}", parts[1]
+    return f"{parts[0]}.{parts[2]}", None if parts[1] == ROOT else parts[1]
+
+
+def _identify(path: str) -> tuple[str, str | None]:
+    """As `parse_path`. What is no segment of this version counts as well, under its path, and goes as it is not used."""
+    return parse_path(path) or (path, None)
 
 
 def disk_tier(folder: Path, budget_bytes: int, name: str = "disk") -> "ObjectTier":
@@ -94,13 +99,11 @@ class ObjectTier:
         found = [item for page in obstore.list(self._store, prefix="segments") for item in page]
         found.sort(key=lambda item: item["last_modified"])
         for item in reversed(found):  # newest first, as far as the budget reaches
-            # What is no segment of this version counts as well, under its path, and goes as it is not used.
-            name, parent = parse_path(item["path"]) or (item["path"], ROOT)
-            if self._ledger.knows(name) or not self._ledger.adopt(
-                name, item["size"], None if parent == ROOT else parent
-            ):
+            name, parent = _identify(item["path"])
+            link = Link("", parent, "")
+            if self._ledger.knows(name) or not self._ledger.adopt(name, item["size"], link):
                 obstore.delete(self._store, item["path"])
-        self._ledger.touch([(parse_path(item["path"]) or (item["path"], ""))[0] for item in found])
+        self._ledger.touch([_identify(item["path"])[0] for item in found])
         for name in self._ledger.orphans():
             self._ledger.remove(name)
 
@@ -127,13 +130,14 @@ class ObjectTier:
         array = np.frombuffer(memoryview(content), dtype=np.uint8)
         return torch.from_numpy(array if array.flags.writeable else array.copy())
 
-    def put(self, name: str, nbytes: int, make: Callable[[], torch.Tensor], parent: str | None = None) -> PutResult:
+    def put(self, name: str, nbytes: int, make: Callable[[], torch.Tensor], link: Link = ALONE) -> PutResult:
+        parent = link.parent
         if parent is None:
-            return self._put(name, nbytes, make, None)
-        if not self._ledger.lease(parent):
+            return self._put(name, nbytes, make, link)
+        if not self._ledger.lease(parent, link.parent_tip):
             return PutResult(PutStatus.ORPHAN)
         try:
-            result = self._put(name, nbytes, make, parent)
+            result = self._put(name, nbytes, make, link)
             if result.status is PutStatus.KEPT and not self._ledger.has(parent):  # it was removed meanwhile
                 self._ledger.remove(name)
                 return PutResult(PutStatus.ORPHAN, result.evicted)
@@ -141,12 +145,14 @@ class ObjectTier:
         finally:
             self._ledger.release(parent)
 
-    def _put(self, name: str, nbytes: int, make: Callable[[], torch.Tensor], parent: str | None) -> PutResult:
-        result = self._ledger.reserve(name, nbytes, parent)
+    def _put(self, name: str, nbytes: int, make: Callable[[], torch.Tensor], link: Link) -> PutResult:
+        result = self._ledger.reserve(name, nbytes, link)
         if result.status is not PutStatus.KEPT:
             return result
         try:
-            obstore.put(self._store, object_path(name, parent), make().numpy().data, mode="create", use_multipart=False)
+            obstore.put(
+                self._store, object_path(name, link.parent), make().numpy().data, mode="create", use_multipart=False
+            )
         except AlreadyExistsError:  # another engine was faster; what exactly it keeps, the caller has to look at
             self._ledger.abandon(name)
             return PutResult(PutStatus.ALREADY_THERE, result.evicted)
@@ -191,8 +197,8 @@ class ObjectTier:
         except (OSError, BaseError) as error:
             raise TierError(f"reading from the {self.name} tier {self.place} failed: {_reason(error)}") from error
 
-    def adopt(self, name: str, nbytes: int, parent: str | None) -> bool:
-        return self._ledger.adopt(name, nbytes, parent)
+    def adopt(self, name: str, nbytes: int, link: Link) -> bool:
+        return self._ledger.adopt(name, nbytes, link)
 
     @property
     def num_segments(self) -> int:

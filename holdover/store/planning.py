@@ -30,7 +30,7 @@ def plan_delta(tree: PrefixTree, node: Node, context: PrefixContext) -> list[Sav
     jobs += _rows_job(tree, run, context)
     for each in path:
         if each.snapshot is None and each.snapshot_slots is not None and each.rows is not None:
-            jobs.append(snapshot_job(tree, each, context, context.chain.address(each.end), each.rows.address))
+            jobs.append(snapshot_job(tree, each, context, context.chain.address(each.end), each.rows))
     return jobs + _window_jobs(tree, node, context)
 
 
@@ -62,41 +62,48 @@ def _rows_job(tree: PrefixTree, run: list[Node], context: PrefixContext) -> list
     if not run:
         return []
     before = run[0].parent
-    parent = context.space if before is None or before.rows is None else before.rows.address
+    parent = None if before is None else before.rows
     slots = [each.slots for each in run if each.slots is not None]
     return [rows_job(tree, run, context, context.chain.address(run[0].start + 1), parent, slots)]
 
 
 def rows_job(
-    tree: PrefixTree, run: list[Node], context: PrefixContext, address: bytes, parent: bytes, slots: list[Slots]
+    tree: PrefixTree, run: list[Node], context: PrefixContext, address: bytes, parent: Saved | None, slots: list[Slots]
 ) -> SaveJob:
     """A job that saves the rows of a run of nodes as one segment."""
     start, end = run[0].start, run[-1].end
-    saved = Saved(Kind.ROWS, address, start, end)
-    tree.saved.register(saved, run)
-    tip = context.chain.address(end)
-    header = SegmentHeader(Kind.ROWS, context.fingerprint, context.space, address, parent, tip, start, end)
-    return SaveJob(context, saved, header, np.concatenate(slots), run[-1])
+    saved = Saved(Kind.ROWS, address, start, end, context.chain.address(end))
+    return _job(tree, saved, run, context, parent, np.concatenate(slots))
 
 
-def snapshot_job(tree: PrefixTree, node: Node, context: PrefixContext, address: bytes, parent: bytes) -> SaveJob:
+def snapshot_job(tree: PrefixTree, node: Node, context: PrefixContext, address: bytes, parent: Saved | None) -> SaveJob:
     """A job that saves the snapshot at a node's end."""
     assert node.snapshot_slots is not None
-    saved = Saved(Kind.SNAPSHOT, address, node.end, node.end)
-    tree.saved.register(saved, [node])
-    header = SegmentHeader(
-        Kind.SNAPSHOT, context.fingerprint, context.space, address, parent, address, node.end, node.end
-    )
-    return SaveJob(context, saved, header, node.snapshot_slots, node)
+    saved = Saved(Kind.SNAPSHOT, address, node.end, node.end, address)
+    return _job(tree, saved, [node], context, parent, node.snapshot_slots)
 
 
 def window_job(
     tree: PrefixTree, node: Node, context: PrefixContext, address: bytes, first: int, last: int, slots: Slots
 ) -> SaveJob:
     """A job that saves the window rows `[first, last)` of a node; slots: [last - first, slots_per_window_row]."""
-    assert node.rows is not None
-    saved = Saved(Kind.WINDOW, address, first, last)
-    tree.saved.register(saved, [node])
-    parent = node.rows.address
-    header = SegmentHeader(Kind.WINDOW, context.fingerprint, context.space, address, parent, address, first, last)
-    return SaveJob(context, saved, header, slots, node)
+    saved = Saved(Kind.WINDOW, address, first, last, address)
+    return _job(tree, saved, [node], context, node.rows, slots)
+
+
+def _job(
+    tree: PrefixTree, saved: Saved, nodes: list[Node], context: PrefixContext, parent: Saved | None, slots: Slots
+) -> SaveJob:
+    tree.saved.register(saved, nodes)
+    header = SegmentHeader(
+        kind=saved.kind,
+        fingerprint=context.fingerprint,
+        space=context.space,
+        address=saved.address,
+        parent=context.space if parent is None else parent.address,
+        parent_tip=context.space if parent is None else parent.tip,
+        tip=saved.tip,
+        start=saved.start,
+        end=saved.end,
+    )
+    return SaveJob(context, saved, header, slots, nodes[-1])

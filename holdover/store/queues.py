@@ -252,12 +252,12 @@ class Store:
                 continue
             try:
                 self._remove_at_last(tier, header.name)
-                put = tier.put(header.name, nbytes, make, header.parent_name)
+                put = tier.put(header.name, nbytes, make, header.link)
                 if put.status is PutStatus.ALREADY_THERE:
-                    other = look(tier, header.name, header.parent_name, header.space, job.context)
+                    other = look(tier, header.name, header.link, job.context)
                     if other is None:  # damaged, or gone again: what is new takes its place
                         tier.delete(header.name, header.parent_name)
-                        put = tier.put(header.name, nbytes, make, header.parent_name)
+                        put = tier.put(header.name, nbytes, make, header.link)
                     elif (other.header, other.tokens.tobytes()) != (header, job.own_tokens.tobytes()):
                         result.evicted += [(name, tier.name) for name in put.evicted]
                         if result.kept:
@@ -265,7 +265,7 @@ class Store:
                         result.other = other
                         break
                     else:
-                        tier.adopt(header.name, nbytes, header.parent_name)
+                        tier.adopt(header.name, nbytes, header.link)
             except TierError as error:
                 result.evicted += [(name, tier.name) for name in error.evicted]
                 self._fault(tier, error)
@@ -279,7 +279,7 @@ class Store:
             elif put.status is PutStatus.ALREADY_THERE:
                 result.kept[tier.name] = 0
             elif put.status is PutStatus.ORPHAN and header.parent_name is not None:
-                result.evicted.append((header.parent_name, tier.name))  # the engine thinks that it is there
+                result.stale.append((header.parent_name, header.parent_tip, tier.name))
         self._done(result)
 
     def _copy(self, kind: Kind, slots: Slots, place: torch.Tensor) -> None:
@@ -380,7 +380,7 @@ class Store:
         for tier in nearer:
             try:
                 self._remove_at_last(tier, name)
-                put = tier.put(name, len(buffer), buffer.clone, header.parent_name)
+                put = tier.put(name, len(buffer), buffer.clone, header.link)
             except TierError as error:
                 changes += [TierChange(Change.EVICTED, other, tier.name) for other in error.evicted]
                 self._fault(tier, error)

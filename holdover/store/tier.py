@@ -8,6 +8,10 @@ from typing import Protocol
 
 import torch
 
+from holdover.state.segment import Link
+
+ALONE = Link("", None, "")  # goes on from nothing
+
 
 class PutStatus(Enum):
     """What became of a segment that was offered to a tier."""
@@ -40,16 +44,16 @@ class Tier(Protocol):
     def get(self, name: str) -> AbstractContextManager[torch.Tensor | None]:
         """The segment's bytes (uint8), or None. It is leased, so not evicted, until the context ends."""
 
-    def put(self, name: str, nbytes: int, make: Callable[[], torch.Tensor], parent: str | None = None) -> PutResult:
+    def put(self, name: str, nbytes: int, make: Callable[[], torch.Tensor], link: Link = ALONE) -> PutResult:
         """Keep the segment that `make` returns (uint8 [nbytes]). Room is made before `make` is called.
 
-        parent: the segment that this one goes on from. It is not evicted while this one is here.
+        The segment that this one goes on from is not evicted while this one is here.
         """
 
     def head(self, name: str, nbytes: int, parent: str | None) -> bytes | None:
         """The first bytes of a segment, or None if it is not there. Asks the place itself, not only the books."""
 
-    def adopt(self, name: str, nbytes: int, parent: str | None) -> bool:
+    def adopt(self, name: str, nbytes: int, link: Link) -> bool:
         """Enter a segment that was found in the books. False if they have no room for it."""
 
     def delete(self, name: str, parent: str | None = None) -> None:

@@ -11,11 +11,11 @@ import obstore
 import torch
 
 from holdover.errors import TierError
-from holdover.state.segment import Kind, SegmentHeader, parse_header
+from holdover.state.segment import Kind, Link, SegmentHeader, parse_header
 from holdover.store.audit import WINDOW_SALT, position_digests
 from holdover.store.memory import MemoryTier
 from holdover.store.objects import ObjectTier
-from holdover.store.tier import PutResult, PutStatus, Tier
+from holdover.store.tier import ALONE, PutResult, PutStatus, Tier
 from tests.simulation.scenario import Fault
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class SimulatedTier:
             else:
                 yield None
 
-    def put(self, name: str, nbytes: int, make: Callable[[], torch.Tensor], parent: str | None = None) -> PutResult:
+    def put(self, name: str, nbytes: int, make: Callable[[], torch.Tensor], link: Link = ALONE) -> PutResult:
         self._pass_time("put")
         self._meet_faults("put")
 
@@ -85,7 +85,7 @@ class SimulatedTier:
             return buffer
 
         try:
-            result = self.inner.put(name, nbytes, slowly, parent)
+            result = self.inner.put(name, nbytes, slowly, link)
         except BaseException:
             for other in [other for other in self.held if not self.inner.has(other)]:
                 self._removed(other)
@@ -133,8 +133,8 @@ class SimulatedTier:
         buffer = self._damaged(torch.frombuffer(bytearray(head), dtype=torch.uint8), damage, name)
         return None if buffer is None else buffer.numpy().tobytes()[:nbytes]
 
-    def adopt(self, name: str, nbytes: int, parent: str | None) -> bool:
-        return self.inner.adopt(name, nbytes, parent)
+    def adopt(self, name: str, nbytes: int, link: Link) -> bool:
+        return self.inner.adopt(name, nbytes, link)
 
     # Faults
 
@@ -211,7 +211,12 @@ class SimulatedTier:
             self.copies[digest] += 1
         if self.alone or not name.endswith(".window"):
             twice = sum(self.copies[digest] > 1 for digest in digests)
-            self.world.require(not twice, f"law 2: {twice} positions of {short(name)} lie twice in the {self.shown}")
+            others = [other for other in self.held if other != name and not set(digests).isdisjoint(self.held[other])]
+            self.world.require(
+                not twice,
+                f"law 2: {twice} positions of {short(name)} lie twice in the {self.shown}, also in "
+                + ", ".join(map(short, others)),
+            )
 
     def _removed(self, name: str) -> None:
         for digest in self.held.pop(name, ()):
