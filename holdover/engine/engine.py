@@ -413,6 +413,15 @@ class Engine:
         job.saved.pending -= 1
         if done.other is not None and not job.saved.tiers:
             self._take_over(job, done.other)
+        for name, tip, tier in done.stale:
+            parent = self.tree.saved.find(name)
+            if parent is None:
+                continue
+            if parent.tip == tip:
+                self._forget(name, tier)
+            elif not done.kept and self.tree.saved.find(job.saved.name) is job.saved:  # it goes on from another now
+                self.tree.saved.drop(job.saved)
+                self._save_path(job.node, job.context)
         if job.header.kind is Kind.SNAPSHOT:
             self.tree.release_snapshot(job.node)
         self.tree.release(job.node)
@@ -431,10 +440,6 @@ class Engine:
             counters.bytes_new_state += new_bytes
         for name, tier in done.evicted:
             self._evicted(name, tier)
-        for name, tip, tier in done.stale:
-            stale = self.tree.saved.find(name)
-            if stale is not None and stale.tip == tip:
-                self._forget(name, tier)
         if not done.kept:
             self.tree.lost(job.saved.name, "")
 

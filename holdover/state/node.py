@@ -15,8 +15,9 @@ class Saved:
     """A segment that tiers keep, or are about to. After a split, both halves refer to the one segment over them.
 
     tip: address of position `end`. pending: copies into tiers that are under way, and loads, which may make some; while
-    there are any, nobody else saves the same state. unreachable: tiers that keep it but could not be read: it is not loaded from there for now,
-    and not saved there again either. failures: how often it could not be read since it was last loaded.
+    there are any, nobody else saves the same state. unreachable: tiers that keep it but could not be read: it is not
+    loaded from there for now, and not saved there again either. failures: how often it could not be read since it was
+    last loaded.
     """
 
     kind: Kind

@@ -43,7 +43,7 @@ def parse_path(path: str) -> tuple[str, str | None] | None:
 
 
 def _identify(path: str) -> tuple[str, str | None]:
-    """As `parse_path`. What is no segment of this version counts as well, under its path, and goes as it is not used."""
+    """As `parse_path`. What is no segment of this version counts too, under its path, and goes as it is not used."""
     return parse_path(path) or (path, None)
 
 

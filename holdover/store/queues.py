@@ -260,7 +260,8 @@ class Store:
                         put = tier.put(header.name, nbytes, make, header.link)
                     elif (other.header, other.tokens.tobytes()) != (header, job.own_tokens.tobytes()):
                         result.evicted += [(name, tier.name) for name in put.evicted]
-                        if result.kept:
+                        nbytes_there = segment_bytes(other.header, self.layout)
+                        if result.kept or not tier.adopt(header.name, nbytes_there, other.header.link):
                             continue
                         result.other = other
                         break
@@ -280,6 +281,8 @@ class Store:
                 result.kept[tier.name] = 0
             elif put.status is PutStatus.ORPHAN and header.parent_name is not None:
                 result.stale.append((header.parent_name, header.parent_tip, tier.name))
+                if tier.has(header.parent_name) and not result.kept:
+                    break  # another engine's cut is there: what goes on from it is planned anew
         self._done(result)
 
     def _copy(self, kind: Kind, slots: Slots, place: torch.Tensor) -> None:

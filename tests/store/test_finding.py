@@ -1,104 +1,160 @@
-"""A restart: everything whole is found again, and what can't be used is removed, now or later."""
+"""What others have saved, or an engine before it was restarted, is found prefix by prefix, and lies in a tier once."""
 
 import random
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
-from holdover.errors import TierError
-from holdover.models.oracle import WINDOW, Oracle
-from holdover.state.address import Tokens
-from holdover.state.integrity import check_integrity
-from holdover.state.node import Node, path_to
-from holdover.state.pool import DevicePool
-from holdover.state.tree import PrefixTree
-from holdover.store.objects import ObjectTier, disk_tier
-from holdover.store.recovery import Recovery, recover
+from holdover.models.oracle import Oracle
+from holdover.state.segment import Kind, parse_header
+from holdover.store.audit import position_digests
+from holdover.store.memory import MemoryTier
+from holdover.store.objects import ObjectTier, disk_tier, object_path, parse_path
+from holdover.store.tier import Tier
 from tests.engine.harness import Bench
 
+KINDS = ["hybrid", "dense", "recurrent", "sliding", "mixed", "everything"]
 PROMPT = random.Random(3).choices(range(256), k=120)
 
 
-def filled(kind: str, folder: Path) -> ObjectTier:
-    tier = disk_tier(folder, 16 << 20)
-    bench = Bench(Oracle(kind), tiers=(tier,))
-    bench.ask(PROMPT[:80], 1)
-    bench.ask(PROMPT, 1)
-    bench.ask([*PROMPT[:90], 1, 2, 3], 1)
-    return disk_tier(folder, 16 << 20)
+def bench(kind: str, *tiers: Tier) -> Bench:
+    return Bench(Oracle(kind), tiers=tiers, find_from=1)
 
 
-def restarted(kind: str, tier: ObjectTier) -> tuple[PrefixTree, Recovery]:
-    model = Oracle(kind)
-    tree = PrefixTree(model.layout, DevicePool(model.layout, 1 << 20, 2, torch.device("cpu")))
-    found = recover(tree, tier, model.fingerprint)
-    check_integrity(tree)
-    return tree, found
+def expected(kind: str, prompt: list[int], count: int = 3) -> list[int]:
+    return bench(kind).ask(prompt, count)
 
 
-@pytest.mark.parametrize("kind", ["hybrid", "dense", "recurrent", "sliding", "mixed", "everything"])
-def test_all_that_was_saved_is_found_again(kind: str, tmp_path: Path) -> None:
-    tier = filled(kind, tmp_path)
-    names = list(tier.scan())
-    tree, found = restarted(kind, tier)
-    kinds = [name.split(".")[-1] for name in names]
-    assert (found.rows, found.snapshots, found.windows) == tuple(map(kinds.count, ("rows", "snapshot", "window")))
-    assert (found.foreign, found.unusable) == (0, 0)
-    known = {saved.name for node in tree.nodes() for saved in (node.rows, node.snapshot, *node.windows_saved) if saved}
-    assert known == set(names)
-    if found.windows:
-        for node in tree.nodes():
-            if node.snapshot is not None and node.end > WINDOW:
-                assert tree.match(tree.root(node.space), tokens_to(node)).position == node.end
+def copies(folder: Path) -> Counter[tuple[int, str]]:
+    """How often each prefix position's rows lie in a folder, by what the files themselves say."""
+    headers = {}
+    for file in folder.rglob("*.rows"):
+        content = file.read_bytes()
+        header, _, data_start, _ = parse_header(content)
+        ids = np.frombuffer(content[data_start : data_start + 4 * (header.end - header.start)], dtype="<u4")
+        headers[header.name] = (header, ids)
+
+    def prefix(name: str) -> np.ndarray:
+        header, ids = headers[name]
+        before = prefix(header.parent_name)[: header.start] if header.parent_name else ids[:0]
+        return np.concatenate([before, ids])
+
+    counts: Counter[tuple[int, str]] = Counter()
+    for name, (header, _) in headers.items():
+        counts.update((digest, header.space.hex()) for digest in position_digests(prefix(name), header.start))
+    return counts
 
 
-def tokens_to(node: Node) -> Tokens:
-    return np.concatenate([each.tokens for each in path_to(node)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_restarted_engine_goes_on_from_all_that_was_saved(kind: str, tmp_path: Path) -> None:
+    first = bench(kind, disk_tier(tmp_path, 16 << 20))
+    first.ask(PROMPT[:80], 1)
+    first.ask(PROMPT, 1)
+    second = bench(kind, disk_tier(tmp_path, 16 << 20))
+    prompt = [*PROMPT, 1, 2, 3]
+    assert second.ask(prompt) == expected(kind, prompt, 4)
+    counters = second.engine.counters
+    assert counters.prompt_tokens_computed == 3
+    assert counters.tiers["disk"].segments_found > 0
 
 
-def test_a_tier_may_keep_the_rest_of_what_another_begins(tmp_path: Path) -> None:
-    near, far = filled("mixed", tmp_path / "near"), filled("mixed", tmp_path / "far")
-    model = Oracle("mixed")
-    whole, _ = restarted("mixed", far)
-    first = next(node for node in whole.nodes() if node.start == 0 and node.rows is not None)
-    assert first.rows is not None
-    far.delete(first.rows.name)
-    tree = PrefixTree(model.layout, DevicePool(model.layout, 1 << 20, 2, torch.device("cpu")))
-    assert recover(tree, near, model.fingerprint).unusable == 0
-    found = recover(tree, far, model.fingerprint)
-    check_integrity(tree)
-    assert (found.unusable, found.left_behind) == (0, [])
-    assert found.snapshots > 0
+@pytest.mark.parametrize("kind", KINDS)
+def test_engines_with_one_folder_compute_and_keep_a_shared_prompt_once(kind: str, tmp_path: Path) -> None:
+    """One after another, each with an end of its own: the folder has the shared part once, and all but the first find
+    it."""
+    for number in range(4):
+        engine = bench(kind, MemoryTier(16 << 20), disk_tier(tmp_path, 16 << 20))
+        prompt = [*PROMPT, *random.Random(number).choices(range(256), k=20)]
+        assert engine.ask(prompt, boundaries=[len(PROMPT)]) == expected(kind, prompt, 4)
+        assert engine.engine.counters.prompt_tokens_computed == (140 if number == 0 else 20)
+    assert set(copies(tmp_path).values()) <= {1}
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "dense", "mixed"])
+def test_two_that_save_one_prefix_at_the_same_moment_cut_unlike_keep_it_once(kind: str, tmp_path: Path) -> None:
+    """Neither could know of the other: both had computed before either saved."""
+    first = bench(kind, MemoryTier(16 << 20), disk_tier(tmp_path, 16 << 20))
+    second = bench(kind, MemoryTier(16 << 20), disk_tier(tmp_path, 16 << 20))
+    prompts = [[*PROMPT, *random.Random(number).choices(range(256), k=20)] for number in range(2)]
+    before = second.store.save
+    held = []
+    second.store.save = held.append  # type: ignore[method-assign]
+    request = second.submit(prompts[1])
+    while len(second.tokens(request)) < 4:
+        second.step()
+    assert first.ask(prompts[0]) == expected(kind, prompts[0], 4)
+    second.store.save = before  # type: ignore[method-assign]
+    for job in held:
+        second.store.save(job)
+    second.run()
+    assert second.tokens(request) == expected(kind, prompts[1], 4)
+    assert set(copies(tmp_path).values()) == {1}
+    third = bench(kind, disk_tier(tmp_path, 16 << 20))
+    for prompt in prompts:
+        longer = [*prompt, 9, 9]
+        assert third.ask(longer) == expected(kind, longer, 4)
+    assert third.engine.counters.prompt_tokens_computed == 4
 
 
 def test_another_models_state_is_left_alone(tmp_path: Path) -> None:
-    tier = filled("mixed", tmp_path)
-    count = len(list(tier.scan()))
-    _, found = restarted("hybrid", tier)
-    assert (found.rows, found.foreign) == (0, count)
-    assert len(list(tier.scan())) == count
+    bench("mixed", disk_tier(tmp_path, 16 << 20)).ask(PROMPT, 1)
+    before = sorted(tmp_path.rglob("*.*"))
+    other = bench("hybrid", disk_tier(tmp_path, 16 << 20))
+    assert other.ask(PROMPT) == expected("hybrid", PROMPT, 4)
+    assert other.engine.counters.prompt_tokens_computed == len(PROMPT)
+    assert set(before) <= set(tmp_path.rglob("*.*"))
 
 
-def test_windows_and_snapshots_without_their_rows_are_removed(tmp_path: Path) -> None:
-    tier = filled("mixed", tmp_path)
-    for name in [name for name in tier.scan() if name.endswith(".rows")]:
-        tier.delete(name)
-    left = len(list(tier.scan()))
-    _, found = restarted("mixed", tier)
-    assert found.unusable == left
-    assert list(tier.scan()) == []
+def test_another_tenants_state_is_not_found(tmp_path: Path) -> None:
+    bench("hybrid", disk_tier(tmp_path, 16 << 20)).ask(PROMPT, 1, salt="a")
+    other = bench("hybrid", disk_tier(tmp_path, 16 << 20))
+    other.ask(PROMPT, 1, salt="b")
+    assert other.engine.counters.prompt_tokens_computed == len(PROMPT)
 
 
-def test_what_cannot_be_removed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tier = filled("mixed", tmp_path)
-    for name in [name for name in tier.scan() if name.endswith(".rows")]:
-        tier.delete(name)
+def test_a_damaged_head_is_a_miss_and_gives_way(tmp_path: Path) -> None:
+    bench("hybrid", disk_tier(tmp_path, 16 << 20)).ask(PROMPT, 1)
+    (rows,) = tmp_path.rglob("*.rows")
+    content = bytearray(rows.read_bytes())
+    place = parse_header(bytes(content))[2] + 8  # an id of a token: the head looks right
+    content[place] ^= 1
+    rows.write_bytes(content)
+    engine = bench("hybrid", disk_tier(tmp_path, 16 << 20))
+    assert engine.ask(PROMPT) == expected("hybrid", PROMPT, 4)
+    assert engine.engine.counters.prompt_tokens_computed == len(PROMPT)
+    assert set(copies(tmp_path).values()) == {1}
+    third = bench("hybrid", disk_tier(tmp_path, 16 << 20))
+    assert third.ask([*PROMPT, 1]) == expected("hybrid", [*PROMPT, 1], 4)
+    assert third.engine.counters.prompt_tokens_computed == 1
 
-    def stuck(name: str) -> None:
-        raise TierError("read-only")
 
-    monkeypatch.setattr(tier, "delete", stuck)
-    _, found = restarted("mixed", tier)
-    assert sorted(found.left_behind) == sorted(tier.scan())
+def test_what_goes_on_from_rows_that_are_gone_goes_when_a_folder_is_opened(tmp_path: Path) -> None:
+    engine = bench("hybrid", disk_tier(tmp_path, 16 << 20))
+    engine.ask(PROMPT[:60], 1)
+    engine.ask(PROMPT, 1)
+    tier = engine.store.tiers[0]
+    assert isinstance(tier, ObjectTier)
+    assert tier.num_segments > 2
+    root = next(file for file in tmp_path.rglob("*.rows") if f".{'0' * 16}." in file.name)
+    root.unlink()
+    assert disk_tier(tmp_path, 16 << 20).num_segments == 0
+    assert not list(tmp_path.rglob("*.rows"))
+
+
+def test_what_others_go_on_from_is_evicted_last(tmp_path: Path) -> None:
+    tier = disk_tier(tmp_path, 9000)
+    engine = bench("dense", tier)
+    for length in range(20, 121, 20):
+        engine.ask(PROMPT[:length], 1)
+    names = [parse_path(file.name) for file in tmp_path.rglob("*.rows")]
+    rows = {name[:16] for name, _ in filter(None, names)}
+    assert all(parent is None or parent in rows for _, parent in filter(None, names))
+
+
+def test_paths_say_who_goes_on_from_whom() -> None:
+    name, parent = f"{'ab' * 32}.{Kind.ROWS.value}", f"{'cd' * 32}.{Kind.ROWS.value}"
+    assert parse_path(object_path(name, parent)) == (name, "cd" * 8)
+    assert parse_path(object_path(name, None)) == (name, None)
+    assert parse_path("segments/ab/" + name) is None

@@ -15,38 +15,32 @@ from holdover.state.node import Node, Saved
 from holdover.state.pool import DevicePool, Slots
 from holdover.state.segment import Kind, SegmentHeader
 from holdover.state.tree import PrefixTree
+from holdover.store.jobs import Change, Done, LoadDone, LoadJob, LoadPart, PrefixContext, SaveDone, SaveJob
 from holdover.store.memory import MemoryTier
 from holdover.store.objects import disk_tier
-from holdover.store.queues import (
-    AT_ONCE_BYTES,
-    Change,
-    Done,
-    LoadDone,
-    LoadJob,
-    LoadPart,
-    SaveDone,
-    SaveJob,
-    Store,
-)
+from holdover.store.queues import AT_ONCE_BYTES, Store
 
 ROW = ArraySpec("keys", (1024,), torch.float32)
 
 
-def save_job(layout: Layout, pool: DevicePool, num_tokens: int) -> tuple[Saved, Node, Slots, torch.Tensor, SaveJob]:
+def save_job(
+    layout: Layout, pool: DevicePool, num_tokens: int, first: int = 0
+) -> tuple[Saved, Node, Slots, torch.Tensor, SaveJob]:
     """Random rows on the device, and the job that saves them."""
     tree = PrefixTree(layout, pool)
-    tokens = as_tokens(np.arange(num_tokens))
+    tokens = as_tokens(np.arange(first, first + num_tokens))
     chain = AddressChain(address_key("model"), tokens)
     slots = pool.allocate(num_tokens)
     assert slots is not None
     rows = torch.randint(0, 255, (num_tokens, pool.slot_bytes), dtype=torch.uint8)
     pool.write_rows(slots, rows)
     node, slots = tree.extend(tree.root(chain.address(0)), tokens, slots)
-    address, space = chain.address(num_tokens), chain.address(0)
-    saved = Saved(Kind.ROWS, address, 0, num_tokens)
-    header = SegmentHeader(Kind.ROWS, "model", space, address, space, 0, num_tokens)
+    address, tip, space = chain.address(1), chain.address(num_tokens), chain.address(0)
+    saved = Saved(Kind.ROWS, address, 0, num_tokens, tip)
+    header = SegmentHeader(Kind.ROWS, "model", space, address, space, space, tip, 0, num_tokens)
     tree.saved.register(saved, [node])
-    return saved, node, slots, rows, SaveJob(saved=saved, header=header, prefix=tokens, slots=slots, node=node)
+    context = PrefixContext("model", space, chain, tokens, None)
+    return saved, node, slots, rows, SaveJob(context, saved, header, slots, node)
 
 
 @pytest.mark.parametrize("num_tokens", [3, AT_ONCE_BYTES // ROW.nbytes, AT_ONCE_BYTES // ROW.nbytes + 1])
@@ -61,7 +55,7 @@ def test_a_load_runs_at_once_only_if_it_is_small(num_tokens: int) -> None:
     assert isinstance(ended, SaveDone) and ended.kept
     saved.tiers.add("memory")
     pool.write_rows(slots, torch.zeros_like(rows))
-    store.load(LoadJob([LoadPart(saved, node, 0, num_tokens, slots)], None, 0, None))
+    store.load(LoadJob([LoadPart(saved, node, 0, num_tokens, slots, node.tokens)], None, 0, None))
     thread, ended = done.get(timeout=10)
     assert isinstance(ended, LoadDone) and ended.ok
     assert torch.equal(pool.read_rows(slots), rows)
@@ -82,7 +76,7 @@ def test_a_load_at_once_never_waits_for_a_tier_that_may_be_slow(tmp_path: Path) 
     saved.tiers.update(("memory", "disk"))
     memory.delete(saved.name)
     pool.write_rows(slots, torch.zeros_like(rows))
-    store.load(LoadJob([LoadPart(saved, node, 0, 5, slots)], None, 0, None))
+    store.load(LoadJob([LoadPart(saved, node, 0, 5, slots, node.tokens)], None, 0, None))
     thread, ended = done.get(timeout=10)
     assert isinstance(ended, LoadDone) and ended.ok and ended.tokens_by_tier == {"disk": 5}
     assert [each.change for each in ended.job.changes] == [Change.LOST, Change.PROMOTED]
@@ -96,7 +90,7 @@ class Stubborn(MemoryTier):
 
     stuck = True
 
-    def delete(self, name: str) -> None:
+    def delete(self, name: str, parent: str | None = None) -> None:
         if self.stuck:
             raise TierError("read-only")
         super().delete(name)
@@ -108,7 +102,7 @@ def test_what_cannot_be_removed_goes_before_anything_else_is_saved() -> None:
     tier, now, done = Stubborn(64 << 20), [0.0], list[Done]()
     store = Store(pool, "model", [tier], done.append, start_worker=None, clock=lambda: now[0])
     saved, *_, job = save_job(layout, pool, 3)
-    other, *_, other_job = save_job(layout, pool, 5)
+    other, *_, other_job = save_job(layout, pool, 5, first=7)
     store.save(job)
     saved.tiers.add("memory")
     store.delete(saved.name, saved.tiers)
