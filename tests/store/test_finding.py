@@ -1,18 +1,16 @@
 """What others have saved, or an engine before it was restarted, is found prefix by prefix, and lies in a tier once."""
 
 import random
-from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from holdover.models.oracle import Oracle
 from holdover.state.segment import Kind, parse_header
-from holdover.store.audit import position_digests
 from holdover.store.memory import MemoryTier
 from holdover.store.objects import ObjectTier, disk_tier, object_path, parse_path
 from holdover.store.tier import Tier
+from tests.copies import copies
 from tests.engine.harness import Bench
 
 KINDS = ["hybrid", "dense", "recurrent", "sliding", "mixed", "everything"]
@@ -25,26 +23,6 @@ def bench(kind: str, *tiers: Tier) -> Bench:
 
 def expected(kind: str, prompt: list[int], count: int = 3) -> list[int]:
     return bench(kind).ask(prompt, count)
-
-
-def copies(folder: Path) -> Counter[tuple[int, str]]:
-    """How often each prefix position's rows lie in a folder, by what the files themselves say."""
-    headers = {}
-    for file in folder.rglob("*.rows"):
-        content = file.read_bytes()
-        header, _, data_start, _ = parse_header(content)
-        ids = np.frombuffer(content[data_start : data_start + 4 * (header.end - header.start)], dtype="<u4")
-        headers[header.name] = (header, ids)
-
-    def prefix(name: str) -> np.ndarray:
-        header, ids = headers[name]
-        before = prefix(header.parent_name)[: header.start] if header.parent_name else ids[:0]
-        return np.concatenate([before, ids])
-
-    counts: Counter[tuple[int, str]] = Counter()
-    for name, (header, _) in headers.items():
-        counts.update((digest, header.space.hex()) for digest in position_digests(prefix(name), header.start))
-    return counts
 
 
 @pytest.mark.parametrize("kind", KINDS)
