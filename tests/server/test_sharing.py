@@ -7,16 +7,18 @@ from pathlib import Path
 
 import pytest
 
+from holdover.config import EngineConfig
 from tests.copies import copies
 from tests.server.running import RunningServer
 
 SHARED = random.Random(5).choices(range(256), k=10_000)
 AGENTS, SERVERS = 32, 4
+SPACING = EngineConfig(model="", to_engine="", from_engine="").snapshot_spacing
 OPTIONS = ("--device-memory", "64MiB", "--tier", "memory:64MiB")
 
 
 def prompt(agent: int) -> list[int]:
-    return [*SHARED, *random.Random(agent).choices(range(256), k=5 + agent)]
+    return [*SHARED, *random.Random(agent).choices(range(256), k=70 + agent)]
 
 
 def ask(server: RunningServer, tokens: list[int]) -> list[int]:
