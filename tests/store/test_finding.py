@@ -136,3 +136,19 @@ def test_paths_say_who_goes_on_from_whom() -> None:
     assert parse_path(object_path(name, parent)) == (name, "cd" * 8)
     assert parse_path(object_path(name, None)) == (name, None)
     assert parse_path("segments/ab/" + name) is None
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "dense"])
+def test_rows_that_another_engine_has_put_in_place_of_evicted_ones_are_not_taken_for_them(
+    kind: str, tmp_path: Path
+) -> None:
+    """They have the same name, the same range, and the same first token; the others differ."""
+    engine = bench(kind, disk_tier(tmp_path / "mine", 16 << 20))
+    engine.ask(PROMPT, 1)
+    bench(kind, disk_tier(tmp_path / "theirs", 16 << 20)).ask([*PROMPT[:60], *reversed(PROMPT[60:])], 1)
+    (mine,), (theirs,) = ((tmp_path / each).rglob("*.rows") for each in ("mine", "theirs"))
+    assert mine.name == theirs.name
+    mine.write_bytes(theirs.read_bytes())
+    assert engine.tree.make_room(engine.pool.num_slots)
+    assert engine.ask([*PROMPT, 1]) == expected(kind, [*PROMPT, 1], 4)
+    assert theirs.read_bytes() == mine.read_bytes(), "it is whole, and somebody else's: nobody removes it"
