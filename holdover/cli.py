@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from holdover import __version__
-from holdover.config import EngineConfig, choose_tiers, format_bytes, parse_bytes
+from holdover.config import FIND_SECONDS, EngineConfig, choose_tiers, format_bytes, parse_bytes
 from holdover.errors import HoldoverError
 
 app = typer.Typer(
@@ -68,6 +68,9 @@ def serve(
         int, typer.Option(min=1, help="Most tokens of a prefill that are lost if it is cut off.")
     ] = 2048,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of the CPU kernels; default: all cores.")] = None,
+    find_wait: Annotated[
+        float, typer.Option(min=0.0, help="Most seconds that a request waits to hear what shared tiers know of it.")
+    ] = FIND_SECONDS,
     audit_tiers: Annotated[
         bool, typer.Option(help="Count how often each prefix position lies in each tier (for proofs).")
     ] = False,
@@ -92,6 +95,7 @@ def serve(
         context_length=context_length,
         threads=threads,
         audit=audit_tiers,
+        find_seconds=find_wait,
     )
     name = served_model_name or Path(model).resolve().name
 

@@ -14,6 +14,7 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
 BUCKETS = ("s3", "gs", "az")
 DEFAULT_MEMORY_TIER = "8GiB"
 NO_LIMIT = 1 << 62
+FIND_SECONDS = 1.0
 
 
 def parse_bytes(text: str, setting: str) -> int:
@@ -126,3 +127,4 @@ class EngineConfig(msgspec.Struct, frozen=True):
     context_length: int | None = None
     threads: int | None = None
     audit: bool = False
+    find_seconds: float = FIND_SECONDS

@@ -82,7 +82,7 @@ def build_engine(config: EngineConfig, inbox: Inbox, plan_saves: SavePlanner) ->
     max_running = config.max_running or default_max_running(model, config.device_bytes)
     pool = DevicePool(model.layout, config.device_bytes, max_running, device)
     tree = PrefixTree(model.layout, pool)
-    store = Store(pool, model.fingerprint, tiers, inbox.put)
+    store = Store(pool, model.fingerprint, tiers, inbox.put, find_seconds=config.find_seconds)
     engine = Engine(
         model,
         pool,

@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from holdover.config import FIND_SECONDS
 from holdover.errors import TierError
 from holdover.state.node import Saved
 from holdover.state.pool import DevicePool, Slots
@@ -44,7 +45,6 @@ from holdover.store.tier import PutStatus, Tier
 log = logging.getLogger(__name__)
 RETRY_AFTER_FAULT_SECONDS = 5.0
 AT_ONCE_BYTES = 4 << 20
-FIND_SECONDS = 1.0  # a request waits no longer to hear what shared tiers know of its prompt
 
 
 class OtherSegment(Exception):
@@ -100,6 +100,7 @@ class Store:
         done: Callable[[Done], None],
         start_worker: StartWorker | None = ThreadWorker,
         clock: Callable[[], float] = time.monotonic,
+        find_seconds: float = FIND_SECONDS,
     ) -> None:
         self.pool = pool
         self.layout = pool.layout
@@ -107,6 +108,7 @@ class Store:
         self.tiers = tiers
         self._done = done
         self._clock = clock
+        self._find_seconds = find_seconds  # a request waits no longer to hear what shared tiers know of its prompt
         self._silent_until: dict[str, float] = {}
         self._undeleted: dict[str, set[str]] = {tier.name: set() for tier in tiers}
         self.faults = {tier.name: 0 for tier in tiers}
@@ -143,7 +145,7 @@ class Store:
         now = self._clock()
         if any(other.deadline < now for other in self._finds):
             return False
-        job.deadline = now + FIND_SECONDS
+        job.deadline = now + self._find_seconds
         self._finds[job] = None
         if self._finder is not None:
             self._finder.submit(job)

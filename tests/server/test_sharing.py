@@ -14,7 +14,7 @@ from tests.server.running import RunningServer
 SHARED = random.Random(5).choices(range(256), k=10_000)
 AGENTS, SERVERS = 32, 4
 SPACING = EngineConfig(model="", to_engine="", from_engine="").snapshot_spacing
-OPTIONS = ("--device-memory", "64MiB", "--tier", "memory:64MiB")
+OPTIONS = ("--device-memory", "64MiB", "--tier", "memory:64MiB", "--find-wait", "60")
 
 
 def prompt(agent: int) -> list[int]:

@@ -93,7 +93,8 @@ class Host:
     def _make_tiers(self) -> list[SimulatedTier]:
         world, scenario = self.world, self.world.scenario
         tiers = []
-        alone = scenario.engines == 1 or not scenario.shared_objects
+        restarts = any(fault.kind == "kill" and fault.target == self.index for fault in scenario.faults)
+        alone = (scenario.engines == 1 or not scenario.shared_objects) and not restarts
         if scenario.memory_bytes is not None:
             memory = MemoryTier(scenario.memory_bytes)
             tiers.append(SimulatedTier(world, memory, f"memory tier of {self.name}", world.faults_of(0), alone))

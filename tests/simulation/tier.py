@@ -29,8 +29,8 @@ class Broken(RuntimeError):
 
 
 class SimulatedTier:
-    """Law 2, 3 and 6 are checked at every call. `alone`: only one engine saves here, so that not even window
-    rows may lie twice."""
+    """Law 2, 3 and 6 are checked at every call. `alone`: only one engine, and only one life of it,
+    saves here, so that not even window rows may lie twice."""
 
     def __init__(self, world: "World", inner: Tier, name: str, faults: list[Fault], alone: bool) -> None:
         self.world = world
