@@ -107,8 +107,6 @@ def serve(
             f"device {format_bytes(ready.device_bytes)}, up to {ready.max_running} sequences at once\n"
             f"  tiers: {', '.join(tiers) or 'none: state that leaves the device is lost'}"
         )
-        for note in ready.notes:
-            typer.echo(f"  {note}")
         sys.stdout.flush()
 
     raise typer.Exit(run_server(config, host=host, port=port, model_name=name, announce=announce))

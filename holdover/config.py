@@ -128,3 +128,4 @@ class EngineConfig(msgspec.Struct, frozen=True):
     threads: int | None = None
     audit: bool = False
     find_seconds: float = FIND_SECONDS
+    encryption_key: str | None = None  # 64 hexadecimal digits; never shown

@@ -524,6 +524,7 @@ class Engine:
                 **asdict(self.counters.tiers[tier.name]),
                 "used_bytes": tier.used_bytes(),
                 "budget_bytes": tier.budget_bytes,
+                "opened": float(tier.opened),
                 "faults": self.store.faults[tier.name],
                 "damaged": self.store.damaged[tier.name],
             }

@@ -110,7 +110,6 @@ class Ready(msgspec.Struct, tag="ready"):
     device_bytes: int
     max_running: int
     fingerprint: str
-    notes: list[str] = []
 
 
 class StartFailed(msgspec.Struct, tag="start_failed"):

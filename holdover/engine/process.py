@@ -17,7 +17,7 @@ import msgspec
 import torch
 import zmq
 
-from holdover.config import EngineConfig, format_bytes, tier_names
+from holdover.config import EngineConfig, tier_names
 from holdover.engine.engine import Engine
 from holdover.engine.messages import (
     AskStatistics,
@@ -37,7 +37,6 @@ from holdover.orphans import outlive_parent
 from holdover.state.pool import DevicePool
 from holdover.state.tree import PrefixTree
 from holdover.store.jobs import Done, SaveDone
-from holdover.store.objects import ObjectTier
 from holdover.store.opening import open_tier
 from holdover.store.planning import SavePlanner, plan_delta
 from holdover.store.queues import Store
@@ -66,12 +65,15 @@ def decoder_factory(folder: Path) -> Callable[[], TextDecoder]:
     return lambda: StreamDecoder(tokenizer)
 
 
-def build_engine(config: EngineConfig, inbox: Inbox, plan_saves: SavePlanner) -> tuple[Engine, list[str]]:
-    """An engine as configured, and notes for the user. Raises HoldoverError."""
+def build_engine(config: EngineConfig, inbox: Inbox, plan_saves: SavePlanner) -> Engine:
+    """An engine as configured. Raises HoldoverError."""
     device = torch.device(config.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise HoldoverError("--device cuda: PyTorch finds no GPU on this machine; use --device cpu.")
-    tiers = [open_tier(each, name) for each, name in zip(config.tiers, tier_names(config.tiers), strict=True)]
+    tiers = [
+        open_tier(each, name, config.encryption_key)
+        for each, name in zip(config.tiers, tier_names(config.tiers), strict=True)
+    ]
     model = load_model(config.model, config.dtype, device)
     if config.context_length is not None:
         if config.context_length > model.context_length:
@@ -83,7 +85,7 @@ def build_engine(config: EngineConfig, inbox: Inbox, plan_saves: SavePlanner) ->
     pool = DevicePool(model.layout, config.device_bytes, max_running, device)
     tree = PrefixTree(model.layout, pool)
     store = Store(pool, model.fingerprint, tiers, inbox.put, find_seconds=config.find_seconds)
-    engine = Engine(
+    return Engine(
         model,
         pool,
         tree,
@@ -94,15 +96,9 @@ def build_engine(config: EngineConfig, inbox: Inbox, plan_saves: SavePlanner) ->
         plan_saves=plan_saves,
         audit=config.audit,
     )
-    notes = [
-        f"{tier.name} tier: {tier.num_segments:,} segments ({format_bytes(tier.used_bytes())}) are there"
-        for tier in tiers
-        if isinstance(tier, ObjectTier) and tier.num_segments
-    ]
-    return engine, notes
 
 
-def facts(engine: Engine, notes: list[str]) -> Ready:
+def facts(engine: Engine) -> Ready:
     """What the server needs to know."""
     model, pool = engine.model, engine.pool
     return Ready(
@@ -115,7 +111,6 @@ def facts(engine: Engine, notes: list[str]) -> Ready:
         device_bytes=pool.budget_bytes,
         max_running=pool.max_running,
         fingerprint=model.fingerprint,
-        notes=notes,
     )
 
 
@@ -215,7 +210,7 @@ def main(plan_saves: SavePlanner = plan_delta) -> int:
     try:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        engine, notes = build_engine(config, inbox, plan_saves)
+        engine = build_engine(config, inbox, plan_saves)
     except HoldoverError as error:
         send([StartFailed(str(error))])
         context.destroy(linger=1000)
@@ -223,7 +218,7 @@ def main(plan_saves: SavePlanner = plan_delta) -> int:
     threading.Thread(target=_receive, args=(incoming, inbox), daemon=True).start()
     outlive_parent()
     gc.freeze()  # what is loaded by now stays: collections, which stop every running sequence, need not walk it
-    send([facts(engine, notes)])
+    send([facts(engine)])
     try:
         EngineLoop(engine, inbox, send).run()
     except Exception:

@@ -8,7 +8,7 @@ from prometheus_client.registry import Collector
 
 from holdover.engine.messages import Statistics
 
-TIER_GAUGES = ("used_bytes", "budget_bytes", "max_copies")
+TIER_GAUGES = ("used_bytes", "budget_bytes", "max_copies", "opened")
 
 
 class _Snapshot(Collector):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from holdover.errors import TierError
 from holdover.state.segment import Link
 from holdover.store.tier import ALONE, PutResult, PutStatus
+from holdover.store.usage import OwnUsage, Usage
 
 log = logging.getLogger(__name__)
 PARENT_DIGITS = 16  # of a name are enough to tell parents apart
@@ -45,18 +46,19 @@ class Ledger:
 
     `drop` removes a segment's bytes, and may take its time: it is called without the lock, so that nobody who only asks
     the books waits for it. Until it is done, the bytes count. Where it raises, they count on, and are dropped when next
-    room is needed or the segment is removed again.
+    room is needed or the segment is removed again. It returns how many bytes it has freed, or None for those that the
+    books say.
     """
 
-    def __init__(self, budget_bytes: int, drop: Callable[[str], None]) -> None:
+    def __init__(self, budget_bytes: int, drop: Callable[[str], int | None], usage: Usage | None = None) -> None:
         self.budget_bytes = budget_bytes
         self._drop = drop
+        self._usage = OwnUsage() if usage is None else usage
         self._lock = threading.Lock()
         self._entries: dict[str, Entry] = {}
         self._children: Counter[str] = Counter()  # by the beginning of their parent's name; of those not doomed
         self._waiting: dict[str, str] = {}  # rows that would be next to go but for their children
         self._order: list[tuple[int, str]] = []  # a heap; an entry that was used since is put back when its turn comes
-        self._used = 0
         self._uses = 0
 
     def reserve(self, name: str, nbytes: int, link: Link = ALONE) -> PutResult:
@@ -67,11 +69,11 @@ class Ledger:
                 if name in self._entries:
                     doomed = self._entries[name].doomed
                     return PutResult(PutStatus.REFUSED if doomed else PutStatus.ALREADY_THERE, tuple(evicted))
-                room = self.budget_bytes - self._used
-                if room >= nbytes:
+                lacking = self._usage.take(nbytes, self.budget_bytes)
+                if not lacking:
                     self._enter(name, nbytes, link, complete=False)
                     return PutResult(PutStatus.KEPT, tuple(evicted))
-                victims = self._victims(nbytes - room)
+                victims = self._victims(lacking)
                 if not victims:
                     return PutResult(PutStatus.REFUSED, tuple(evicted))
                 evicted += [other for other in victims if not self._entries[other].doomed]
@@ -92,7 +94,6 @@ class Ledger:
         self._uses += 1
         digits = None if link.parent is None else sys.intern(link.parent[:PARENT_DIGITS])
         self._entries[name] = Entry(nbytes, complete, digits, link.tip[:PARENT_DIGITS], self._uses)
-        self._used += nbytes
         if digits is not None:
             self._children[digits] += 1
         self._queue(name)
@@ -153,14 +154,15 @@ class Ledger:
 
     def _drop_doomed(self, name: str) -> None:
         try:
-            self._drop(name)
+            freed = self._drop(name)
         except BaseException:
             with self._lock:
                 self._entries[name].dropping = False
                 self._queue(name)
             raise
         with self._lock:
-            self._used -= self._entries.pop(name).nbytes
+            nbytes = self._entries.pop(name).nbytes
+        self._usage.give(nbytes if freed is None else freed)
 
     def complete(self, name: str) -> None:
         with self._lock:
@@ -172,8 +174,8 @@ class Ledger:
             if name in self._entries:
                 self._entries[name].tip = link.tip[:PARENT_DIGITS]
                 return self._entries[name].readable
-            if self._used + nbytes > self.budget_bytes:
-                return False
+            if not self._usage.shared and self._usage.take(nbytes, self.budget_bytes):
+                return False  # where usage is shared, who wrote it has taken the bytes
             self._enter(name, nbytes, link, complete=True)
             return True
 
@@ -223,17 +225,17 @@ class Ledger:
             return None if entry is None else entry.parent
 
     def orphans(self) -> list[str]:
-        """What goes on from rows that are not here, directly or not."""
+        """What goes on from rows that are not here."""
         with self._lock:
             rows = {name[:PARENT_DIGITS] for name in self._entries if name.endswith(ROWS)}
-            lost = [n for n, e in self._entries.items() if e.parent is not None and e.parent not in rows]
-            return [each for name in lost for each in (name, *self._descendants(name))]
+            return [n for n, e in self._entries.items() if e.parent is not None and e.parent not in rows]
 
     def abandon(self, name: str) -> None:
         """What was reserved could not be written."""
         with self._lock:
             self._doom(name)
-            self._used -= self._entries.pop(name).nbytes
+            nbytes = self._entries.pop(name).nbytes
+        self._usage.give(nbytes)
 
     def lease(self, name: str, tip: str | None = None) -> bool:
         """Keep a segment from being evicted. False if it is not there, or another than the one with this tip is."""
@@ -267,6 +269,25 @@ class Ledger:
                     self._uses += 1
                     entry.last_used = self._uses
 
+    def put_behind(self, names: Iterable[str]) -> None:
+        """These, the last one most recently, were used before everything else that is in the books."""
+        with self._lock:
+            first = {name: i for i, name in enumerate(names)}
+            rest = sorted((each for each in self._entries if each not in first), key=self._last_used)
+            for use, name in enumerate((*first, *rest)):
+                if name in self._entries:
+                    self._entries[name].last_used = use
+            self._uses = len(self._entries) + len(first)
+            for entry in self._entries.values():
+                entry.queued = False
+            self._order = []
+            self._waiting = {}
+            for name in self._entries:
+                self._queue(name)
+
+    def _last_used(self, name: str) -> int:
+        return self._entries[name].last_used
+
     def has(self, name: str) -> bool:
         with self._lock:
             entry = self._entries.get(name)
@@ -286,5 +307,4 @@ class Ledger:
 
     @property
     def used_bytes(self) -> int:
-        with self._lock:
-            return self._used
+        return self._usage.total()

@@ -17,6 +17,7 @@ class MemoryTier:
 
     immediate = True
     shared = False
+    opened = True
 
     def __init__(self, budget_bytes: int, name: str = "memory") -> None:
         self.name = name
@@ -70,3 +71,6 @@ class MemoryTier:
 
     def used_bytes(self) -> int:
         return self._ledger.used_bytes
+
+    def close(self) -> None:
+        self._buffers.clear()

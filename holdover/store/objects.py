@@ -1,30 +1,30 @@
 """Tiers on object stores, the local disk first: one object per segment, written whole or not at all."""
 
 import logging
-import os
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from pathlib import Path
 
-import numpy as np
-import obstore
 import torch
-from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError
-from obstore.store import LocalStore, ObjectStore, from_url
+from obstore.exceptions import BaseError
 
+from holdover.config import format_bytes
 from holdover.errors import TierError
 from holdover.state.segment import Kind, Link
+from holdover.store.encryption import Cipher
 from holdover.store.ledger import PARENT_DIGITS, Ledger
+from holdover.store.place import Item, Place, bucket_error, bucket_place, folder_error, folder_place
 from holdover.store.tier import ALONE, PutResult, PutStatus
+from holdover.store.usage import FolderUsage
 
 log = logging.getLogger(__name__)
-PROBE = "probe"
 ROOT = "0" * PARENT_DIGITS  # where a segment that begins at position 0 would name its parent
 KINDS = frozenset(kind.value for kind in Kind)
-REQUEST_TIMEOUT, CONNECT_TIMEOUT, RETRY_TIMEOUT = timedelta(seconds=60), timedelta(seconds=5), timedelta(seconds=20)
-ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT")
-MAX_RETRIES = 2  # then the tier is left alone for a while, and serving goes on without it
+OPENING_SECONDS = 60.0  # a save waits no longer for the list of a place to end
+TRY_AGAIN_SECONDS = 1.0  # after a list that failed
+RELIST_SECONDS = 10.0  # a full place that others write to is not listed more often
 
 
 def object_path(name: str, parent: str | None) -> str:
@@ -47,65 +47,143 @@ def _identify(path: str) -> tuple[str, str | None]:
     return parse_path(path) or (path, None)
 
 
-def disk_tier(folder: Path, budget_bytes: int, name: str = "disk") -> "ObjectTier":
-    """The tier in one local folder. Raises TierError if the folder cannot be made, written or read."""
+def disk_tier(
+    folder: Path, budget_bytes: int, name: str = "disk", cipher: Cipher | None = None, wait: bool = True
+) -> "ObjectTier":
+    """The tier in one local folder. wait: until its books are complete. Raises TierError if the folder cannot be made,
+    written or read."""
+    place = folder_place(folder, f"{name} tier", cipher)
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        return ObjectTier(LocalStore(str(folder.resolve()), automatic_cleanup=False), str(folder), budget_bytes, name)
+        place.probe()
+        return ObjectTier(place, budget_bytes, name, FolderUsage(folder), wait=wait)
     except (OSError, BaseError) as error:
-        raise TierError(
-            f"the disk tier {folder} can't be written ({_reason(error)}). Give another folder with "
-            "--disk-tier DIR:SIZE, or make this one writable."
-        ) from None
+        raise folder_error(folder, f"{name} tier", error) from None
 
 
-def bucket_tier(url: str, budget_bytes: int, name: str) -> "ObjectTier":
-    """The tier in a bucket of S3, GCS or Azure, below the prefix in its URL. Credentials come from where the service's
-    own tools take them: environment, web identity, instance role. Raises TierError if it cannot be written or read."""
-    unencrypted = any(os.environ.get(each, "").startswith("http://") for each in ENDPOINT_VARIABLES)
+def bucket_tier(
+    url: str, budget_bytes: int, name: str, cipher: Cipher | None = None, wait: bool = True
+) -> "ObjectTier":
+    """The tier in a bucket, below the prefix in its URL. Raises TierError if it cannot be written or read."""
+    place = bucket_place(url, f"{name} tier", cipher)
     try:
-        store = from_url(
-            url,
-            client_options={
-                "timeout": REQUEST_TIMEOUT,
-                "connect_timeout": CONNECT_TIMEOUT,
-                "allow_http": unencrypted,  # only where the user names such a server
-            },
-            retry_config={"max_retries": MAX_RETRIES, "retry_timeout": RETRY_TIMEOUT},
-        )
-        return ObjectTier(store, url, budget_bytes, name)
-    except (OSError, ValueError, BaseError) as error:
-        raise TierError(
-            f"the {name} tier {url} can't be used ({_reason(error)}). Check the bucket's name and region, and the "
-            "credentials in the environment."
-        ) from None
+        place.probe()
+        return ObjectTier(place, budget_bytes, name, wait=wait)
+    except (OSError, BaseError) as error:
+        raise bucket_error(url, f"{name} tier", error) from None
 
 
 class ObjectTier:
-    """Keeps segments in one object store. `place` names it to the user. Raises OSError or obstore's BaseError if the
-    store cannot be written or listed."""
+    """Keeps segments in one place. usage: where several processes count the place's bytes together.
+
+    The books are made from a list of the place, on a thread of its own: what is asked for meanwhile is looked up in the
+    place itself (`head`, `adopt`), and what is saved waits. Raises TierError, with `wait`, if it cannot be listed.
+    """
 
     immediate = False
     shared = True
 
-    def __init__(self, store: ObjectStore, place: str, budget_bytes: int, name: str) -> None:
+    def __init__(
+        self, place: Place, budget_bytes: int, name: str, usage: FolderUsage | None = None, wait: bool = True
+    ) -> None:
         self.name = name
         self.place = place
         self.budget_bytes = budget_bytes
-        self._store = store
-        self._ledger = Ledger(budget_bytes, self._remove)
-        obstore.put(self._store, PROBE, b"holdover")
-        obstore.delete(self._store, PROBE)
-        found = [item for page in obstore.list(self._store, prefix="segments") for item in page]
-        found.sort(key=lambda item: item["last_modified"])
-        for item in reversed(found):  # newest first, as far as the budget reaches
-            name, parent = _identify(item["path"])
-            link = Link("", parent, "")
-            if self._ledger.knows(name) or not self._ledger.adopt(name, item["size"], link):
-                obstore.delete(self._store, item["path"])
-        self._ledger.touch([_identify(item["path"])[0] for item in found])
-        for name in self._ledger.orphans():
+        self._usage = usage
+        self._ledger = Ledger(budget_bytes, self._remove, usage)
+        self._opened = threading.Event()
+        self._failure: TierError | None = None
+        self._next_list = 0.0
+        if wait:
+            self._open()
+            if self._failure is not None:
+                raise self._failure
+        else:
+            threading.Thread(target=self._open, name=f"holdover-open-{name}", daemon=True).start()
+
+    # Opening
+
+    def _open(self) -> None:
+        try:
+            self._read_list()
+            if count := self.num_segments:
+                log.info(
+                    "%s tier: %s segments (%s) are there", self.name, f"{count:,}", format_bytes(self.used_bytes())
+                )
+        except TierError as error:
+            self._failure = error
+            log.warning("%s; the tier is read without a list, and nothing is saved there", error)
+        except Exception as error:
+            self._failure = TierError(f"listing the {self.name} tier {self.place.shown} failed: {error}")
+            log.exception("listing the %s tier failed", self.name)
+        finally:
+            self._opened.set()
+
+    def _read_list(self) -> None:
+        alone = self._usage is not None and self._usage.enter()
+        try:
+            total, new = 0, []
+            if alone:
+                self.place.remove_staged()
+            for item in sorted(self.place.list(), key=lambda item: -item.modified):
+                known = self._ledger.knows(_identify(item.path)[0])
+                fits = not alone or total + item.nbytes <= self.budget_bytes  # newest first, as far as that reaches
+                if fits and self._enter(item):
+                    total += item.nbytes
+                    new += [] if known else [_identify(item.path)[0]]
+                else:
+                    self.place.delete(item.path)
+            self._ledger.put_behind(new[::-1])
+            if alone and self._usage is not None:
+                self._usage.counted(total)
+        finally:
+            if alone and self._usage is not None:
+                self._usage.admit_others()
+        self._remove_orphans()
+
+    def _enter(self, item: Item) -> bool:
+        """Enter an object in the books. False if it must go: there is no room, or its segment lies elsewhere too."""
+        name, parent = _identify(item.path)
+        if self._ledger.knows(name):
+            return self._path(name) == item.path
+        return self._ledger.adopt(name, item.nbytes, Link("", parent, ""))
+
+    def _remove_orphans(self) -> None:
+        """Remove what goes on from rows that are gone. Others may be writing: what seems to have no parent in one list
+        must have none in a second."""
+        if not (orphans := self._ledger.orphans()):
+            return
+        self._enter_new()
+        for name in set(orphans).intersection(self._ledger.orphans()):
             self._ledger.remove(name)
+
+    def _enter_new(self) -> bool:
+        """Enter what others have written. Whether there was anything."""
+        found = False
+        for item in self.place.list():
+            name, parent = _identify(item.path)
+            if not self._ledger.knows(name):
+                found |= self._ledger.adopt(name, item.nbytes, Link("", parent, ""))
+        return found
+
+    def wait_opened(self, seconds: float = OPENING_SECONDS) -> None:
+        """Until the books are complete. Raises TierError if they aren't by then, or can't be made."""
+        if not self._opened.wait(seconds):
+            raise TierError(f"the {self.name} tier {self.place.shown} is still being listed")
+        if self._failure is not None:
+            failure = self._failure
+            if time.monotonic() >= self._next_list:  # try again, for whoever comes next
+                self._next_list = time.monotonic() + TRY_AGAIN_SECONDS
+                self._failure = None
+                self._opened.clear()
+                threading.Thread(target=self._open, name=f"holdover-open-{self.name}", daemon=True).start()
+            raise failure
+
+    @property
+    def opened(self) -> bool:
+        """Whether the books are complete."""
+        return self._opened.is_set() and self._failure is None
+
+    # The calls of a tier
 
     def has(self, name: str) -> bool:
         return self._ledger.has(name)
@@ -116,21 +194,12 @@ class ObjectTier:
             yield None
             return
         try:
-            yield self._read(name)
+            yield self.place.read(self._path(name))
         finally:
             self._ledger.release(name)
 
-    def _read(self, name: str) -> torch.Tensor | None:
-        try:
-            content = obstore.get(self._store, self._path(name)).bytes()
-        except (NotFoundError, FileNotFoundError):
-            return None
-        except (OSError, BaseError) as error:
-            raise TierError(f"reading from the {self.name} tier {self.place} failed: {_reason(error)}") from error
-        array = np.frombuffer(memoryview(content), dtype=np.uint8)
-        return torch.from_numpy(array if array.flags.writeable else array.copy())
-
     def put(self, name: str, nbytes: int, make: Callable[[], torch.Tensor], link: Link = ALONE) -> PutResult:
+        self.wait_opened()
         parent = link.parent
         if parent is None:
             return self._put(name, nbytes, make, link)
@@ -146,59 +215,52 @@ class ObjectTier:
             self._ledger.release(parent)
 
     def _put(self, name: str, nbytes: int, make: Callable[[], torch.Tensor], link: Link) -> PutResult:
-        result = self._ledger.reserve(name, nbytes, link)
+        result = self._ledger.reserve(name, nbytes + self.place.overhead(nbytes), link)
+        if result.status is PutStatus.REFUSED and self._usage is not None and time.monotonic() >= self._next_list:
+            self._next_list = time.monotonic() + RELIST_SECONDS
+            if self._enter_new():  # what others have written can go for it too
+                again = self._ledger.reserve(name, nbytes + self.place.overhead(nbytes), link)
+                result = PutResult(again.status, result.evicted + again.evicted)
         if result.status is not PutStatus.KEPT:
             return result
         try:
-            obstore.put(
-                self._store, object_path(name, link.parent), make().numpy().data, mode="create", use_multipart=False
-            )
-        except AlreadyExistsError:  # another engine was faster; what exactly it keeps, the caller has to look at
+            created = self.place.create(object_path(name, link.parent), make)
+        except TierError as error:
+            if self.place.folder is None:  # it may have been written after all
+                with suppress(TierError):
+                    self.place.delete(object_path(name, link.parent))
             self._ledger.abandon(name)
-            return PutResult(PutStatus.ALREADY_THERE, result.evicted)
-        except (OSError, BaseError) as error:
-            with suppress(TierError):
-                self._remove(name)  # should it have been written after all
-            self._ledger.abandon(name)
-            message = f"writing to the {self.name} tier {self.place} failed: {_reason(error)}"
-            raise TierError(message, evicted=result.evicted) from error
+            error.evicted = result.evicted
+            raise
         except BaseException:
             self._ledger.abandon(name)
             raise
+        if not created:  # another engine was faster; what exactly it keeps, the caller has to look at
+            self._ledger.abandon(name)
+            return PutResult(PutStatus.ALREADY_THERE, result.evicted)
         self._ledger.complete(name)
         return result
 
     def delete(self, name: str, parent: str | None = None) -> None:
         if not self._ledger.remove(name) and not self._ledger.knows(name):
-            self._remove_path(object_path(name, parent))
+            freed = self.place.delete(object_path(name, parent))
+            if freed and self._usage is not None:
+                self._usage.give(freed)
 
     def _path(self, name: str) -> str:
         return name if "/" in name else object_path(name, self._ledger.parent(name))
 
-    def _remove(self, name: str) -> None:
-        self._remove_path(self._path(name))
-
-    def _remove_path(self, path: str) -> None:
-        try:
-            obstore.delete(self._store, path)
-        except (NotFoundError, FileNotFoundError):
-            pass
-        except (OSError, BaseError) as error:
-            raise TierError(f"removing from the {self.name} tier {self.place} failed: {_reason(error)}") from error
+    def _remove(self, name: str) -> int | None:
+        return self.place.delete(self._path(name))
 
     def scan(self) -> Iterator[str]:
         return self._ledger.names()
 
     def head(self, name: str, nbytes: int, parent: str | None) -> bytes | None:
-        try:
-            return bytes(obstore.get(self._store, object_path(name, parent), options={"range": (0, nbytes)}).bytes())
-        except (NotFoundError, FileNotFoundError):
-            return None
-        except (OSError, BaseError) as error:
-            raise TierError(f"reading from the {self.name} tier {self.place} failed: {_reason(error)}") from error
+        return self.place.read_start(object_path(name, parent), nbytes)
 
     def adopt(self, name: str, nbytes: int, link: Link) -> bool:
-        return self._ledger.adopt(name, nbytes, link)
+        return self._ledger.adopt(name, nbytes + self.place.overhead(nbytes), link)
 
     @property
     def num_segments(self) -> int:
@@ -211,11 +273,7 @@ class ObjectTier:
     def used_bytes(self) -> int:
         return self._ledger.used_bytes
 
-
-def _reason(error: Exception) -> str:
-    """The first line that says why: obstore appends a trace of its own."""
-    text = str(error).strip() or type(error).__name__
-    for line in text.splitlines():
-        if "os error" in line.lower() or "denied" in line.lower():
-            return line.strip().strip('",')
-    return text.splitlines()[0][:300]
+    def close(self) -> None:
+        """Leave the place to others; nothing may be asked of this tier any more."""
+        if self._usage is not None:
+            self._usage.close()

@@ -38,6 +38,10 @@ class Tier(Protocol):
     immediate: bool  # whether `get` only takes as long as a copy in memory
     shared: bool  # whether other engines may keep segments here too: it takes only what continues a chain from its root
 
+    @property
+    def opened(self) -> bool:
+        """Whether the books are complete. Until then, saving waits; what is asked for by name is found all the same."""
+
     def has(self, name: str) -> bool:
         """Whether the segment can be got now."""
 
@@ -69,3 +73,6 @@ class Tier(Protocol):
 
     def used_bytes(self) -> int:
         """Bytes that count against the budget."""
+
+    def close(self) -> None:
+        """Let go of what the process holds of the place; nothing is asked of the tier any more."""

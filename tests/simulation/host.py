@@ -16,6 +16,7 @@ from holdover.state.tree import PrefixTree
 from holdover.store.jobs import Done, SaveJob
 from holdover.store.memory import MemoryTier
 from holdover.store.objects import ObjectTier
+from holdover.store.place import Place
 from holdover.store.queues import Store
 from tests.simulation.tier import SimulatedTier
 from tests.simulation.workers import HUB, SimulatedWorker
@@ -102,9 +103,9 @@ class Host:
             index = len(tiers)
             if not scenario.shared_objects:
                 old = [tier for tier in self.tiers if isinstance(tier.inner, ObjectTier)]
-                place = old[0].inner._store if old else obstore.store.MemoryStore()  # type: ignore[attr-defined]
+                place = old[0].inner.place._store if old else obstore.store.MemoryStore()  # type: ignore[attr-defined]
                 tier = SimulatedTier(
-                    world, ObjectTier(place, "objects", scenario.object_bytes, "objects"),
+                    world, ObjectTier(Place(place, "objects"), scenario.object_bytes, "objects"),
                     f"object tier of {self.name}", world.faults_of(index), alone,
                 )  # fmt: skip
                 if old:
@@ -114,7 +115,7 @@ class Host:
                 tiers.append(tier)
             else:
                 if world.shared is None:
-                    inner = ObjectTier(world.objects, "objects", scenario.object_bytes, "objects")
+                    inner = ObjectTier(Place(world.objects, "objects"), scenario.object_bytes, "objects")
                     world.shared = SimulatedTier(world, inner, "object tier", world.faults_of(index), alone)
                 tiers.append(world.shared)
         return tiers

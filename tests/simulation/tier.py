@@ -40,6 +40,7 @@ class SimulatedTier:
         self.budget_bytes = inner.budget_bytes
         self.immediate = inner.immediate
         self.shared = inner.shared
+        self.opened = True
         self.faults = faults
         self.alone = alone
         self.rng = random.Random(f"{world.scenario.seed} {name}")
@@ -234,7 +235,7 @@ class SimulatedTier:
         entries = self.inner._ledger._entries  # type: ignore[attr-defined]
         assert all(entry.complete and not entry.leases for entry in entries.values()), f"{self.shown}: a lease is left"
         if isinstance(self.inner, ObjectTier):
-            pages = obstore.list(self.inner._store, prefix="segments")
+            pages = obstore.list(self.inner.place._store, prefix="segments")
             held = sum(item["size"] for page in pages for item in page)
             assert held <= self.inner.used_bytes(), f"law 6: {self.shown} holds {held} bytes, more than it counts"
 

@@ -34,6 +34,8 @@ def test_a_bucket_keeps_segments_once_and_finds_them_again(s3: S3) -> None:
     assert tier.put(NAME, 100, lambda: content(100, 7)).status is PutStatus.KEPT
     assert tier.put(NAME, 100, lambda: content(100, 8)).status is PutStatus.ALREADY_THERE
     other = open_tier(TierConfig("s3", f"s3://{BUCKET}/agents", NO_LIMIT), "s3")
+    assert isinstance(other, ObjectTier)
+    other.wait_opened()
     assert list(other.scan()) == [NAME]
     with other.get(NAME) as buffer:
         assert buffer is not None
