@@ -10,7 +10,7 @@ import json
 import re
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
 from typing import NamedTuple
@@ -64,7 +64,7 @@ class SegmentHeader:
     their first token (position `start + 1`); of a snapshot or window, of position `end`. parent: address of the rows
     segment that holds token `start - 1` (for a snapshot or window: token `end - 1`), or `space` if there is none. tip:
     address of position `end`; parent_tip: the parent's, as another segment of the parent's name may end elsewhere. A
-    snapshot has start == end.
+    snapshot has start == end. session: the client's own name for the session that saved it, for people and tools only.
     """
 
     kind: Kind
@@ -76,6 +76,7 @@ class SegmentHeader:
     tip: bytes
     start: int
     end: int
+    session: str = field(default="", compare=False)
 
     @property
     def name(self) -> str:
@@ -162,7 +163,11 @@ def data_bytes(layout: Layout, kind: Kind, num_tokens: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def _header_bytes(header: SegmentHeader, layout: Layout, checksum: str) -> bytes:
+def _header_bytes(header: SegmentHeader, session: str, layout: Layout, checksum: str) -> bytes:
+    return _sealed_header(header, session, _arrays(layout, header.kind, header.end - header.start), checksum)
+
+
+def _sealed_header(header: SegmentHeader, session: str, arrays: dict[str, object], checksum: str) -> bytes:
     metadata = {
         "format": FORMAT,
         "kind": header.kind.value,
@@ -174,10 +179,10 @@ def _header_bytes(header: SegmentHeader, layout: Layout, checksum: str) -> bytes
         "tip": header.tip.hex(),
         "start": str(header.start),
         "end": str(header.end),
+        **({"session": session} if session else {}),
         "checksum": checksum,
     }
-    entries = {"__metadata__": metadata, **_arrays(layout, header.kind, header.end - header.start)}
-    text = json.dumps(entries, separators=(",", ":")).encode()
+    text = json.dumps({"__metadata__": metadata, **arrays}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
 
@@ -191,7 +196,7 @@ def state_bytes(layout: Layout, kind: Kind) -> int:
 
 def segment_bytes(header: SegmentHeader, layout: Layout) -> int:
     """Bytes that `encode` will make."""
-    blank = _header_bytes(header, layout, NO_CHECKSUM)
+    blank = _header_bytes(header, header.session, layout, NO_CHECKSUM)
     return len(blank) + data_bytes(layout, header.kind, header.end - header.start)
 
 
@@ -205,7 +210,7 @@ def encode(
 
     `tokens` are the ids of `[start, end)` for a rows segment.
     """
-    blank = _header_bytes(header, layout, NO_CHECKSUM)
+    blank = _header_bytes(header, header.session, layout, NO_CHECKSUM)
     num_tokens = header.end - header.start
     buffer = torch.empty(len(blank) + data_bytes(layout, header.kind, num_tokens), dtype=torch.uint8)
     whole = buffer.numpy()
@@ -248,6 +253,7 @@ def parse_header(start_of_file: memoryview | bytes) -> tuple[SegmentHeader, dict
             tip=bytes.fromhex(metadata["tip"]),
             start=int(metadata["start"]),
             end=int(metadata["end"]),
+            session=str(metadata.get("session", "")),
         )
         checksum = str(metadata["checksum"])
     except DamagedSegment:
@@ -277,6 +283,51 @@ def _checked_header(head: bytes, layout: Layout, fingerprint: str) -> tuple[Segm
     if entries != _arrays(layout, header.kind, header.end - header.start):
         raise DamagedSegment("its arrays are not those of this layout")
     return header, checksum, head.replace(_checksum_entry(checksum), _checksum_entry(NO_CHECKSUM))
+
+
+def check_whole(buffer: torch.Tensor, name: str) -> SegmentHeader:
+    """Check a segment that is kept as `name` without knowing its model. Raises DamagedSegment."""
+    whole = buffer.numpy().data
+    header, entries, data_start, checksum = parse_header(whole)
+    if header.name != name:
+        raise DamagedSegment(f"it is {header.name}, kept under the name of another")
+    try:
+        ends = [int(entry["data_offsets"][1]) for entry in entries.values()]  # type: ignore[index]
+        tokens = entries["tokens"]["data_offsets"] if header.kind is Kind.ROWS else None  # type: ignore[index]
+    except (KeyError, IndexError, TypeError, ValueError):
+        raise DamagedSegment("its arrays make no sense") from None
+    if len(whole) != data_start + max(ends, default=0) or tokens not in (None, [0, 4 * (header.end - header.start)]):
+        raise DamagedSegment("it is not as long as its arrays")
+    blank = bytes(whole[:data_start]).replace(_checksum_entry(checksum), _checksum_entry(NO_CHECKSUM))
+    digest = blake3(blank)
+    digest.update(whole[data_start:])
+    if digest.hexdigest() != checksum:
+        raise DamagedSegment("its checksum does not hold")
+    return header
+
+
+def reseal(buffer: torch.Tensor, header: SegmentHeader) -> torch.Tensor:
+    """A copy of a segment that has been checked, under another header. Of rows it holds those from `header.start` on:
+    the others are left out."""
+    old, entries, data_start, _ = parse_header(buffer.numpy().data)
+    assert header.kind is old.kind and header.end == old.end
+    data = buffer[data_start:]
+    if header.kind is Kind.ROWS and header.start > old.start:
+        count, left = old.end - old.start, header.end - header.start
+        parts, position = [], 0
+        for entry in entries.values():  # in the order of their bytes
+            first, last = entry["data_offsets"]  # type: ignore[index]
+            part = data[last - (last - first) // count * left : last]
+            entry["shape"][0] = left  # type: ignore[index]
+            entry["data_offsets"] = [position, position + len(part)]  # type: ignore[index]
+            parts.append(part)
+            position += len(part)
+        data = torch.cat(parts)
+    blank = _sealed_header(header, header.session, entries, NO_CHECKSUM)
+    digest = blake3(blank)
+    digest.update(data.numpy().data)
+    head = _sealed_header(header, header.session, entries, digest.hexdigest())
+    return torch.cat([torch.from_numpy(np.frombuffer(head, dtype=np.uint8).copy()), data])
 
 
 def decode(buffer: torch.Tensor, layout: Layout, fingerprint: str, name: str) -> Segment:

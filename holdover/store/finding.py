@@ -27,10 +27,10 @@ def look(tier: Tier, name: str, link: Link, context: PrefixContext) -> Found | N
     The ids of rows are checked against the segment's own address, and so is its header; the checksum over everything is
     checked when it is loaded. Raises TierError.
     """
-    head = tier.head(name, HEAD_BYTES, link.parent)
-    if head is None:
-        return None
     try:
+        head = tier.head(name, HEAD_BYTES, link.parent)
+        if head is None:
+            return None
         header, _, data_start, _ = parse_header(head)
         expected = (name, link[1:], context.fingerprint, context.space)
         if (header.name, header.link[1:], header.fingerprint, header.space) != expected:

@@ -90,6 +90,19 @@ class Ledger:
                 failure.evicted = tuple(evicted)
                 raise failure
 
+    def shrink(self) -> None:
+        """Evict until the budget holds. Raises TierError."""
+        while lacking := self._usage.take(0, self.budget_bytes):
+            with self._lock:
+                victims = self._victims(lacking)
+                for name in victims:
+                    self._doom(name)
+                    self._entries[name].dropping = True
+            if not victims:
+                return
+            for name in victims:
+                self._drop_doomed(name)
+
     def _enter(self, name: str, nbytes: int, link: Link, complete: bool) -> None:
         self._uses += 1
         digits = None if link.parent is None else sys.intern(link.parent[:PARENT_DIGITS])
@@ -168,13 +181,16 @@ class Ledger:
         with self._lock:
             self._entries[name].complete = True
 
-    def adopt(self, name: str, nbytes: int, link: Link = ALONE) -> bool:
-        """Enter something that is there already. False if the budget has no room for it, or it is being removed."""
+    def adopt(self, name: str, nbytes: int, link: Link = ALONE, whatever_fits: bool = False) -> bool:
+        """Enter something that is there already. False if the budget has no room for it (unless `whatever_fits`, then
+        `shrink` must follow), or it is being removed."""
         with self._lock:
             if name in self._entries:
                 self._entries[name].tip = link.tip[:PARENT_DIGITS]
                 return self._entries[name].readable
-            if not self._usage.shared and self._usage.take(nbytes, self.budget_bytes):
+            if whatever_fits and not self._usage.shared:
+                self._usage.give(-nbytes)
+            elif not self._usage.shared and self._usage.take(nbytes, self.budget_bytes):
                 return False  # where usage is shared, who wrote it has taken the bytes
             self._enter(name, nbytes, link, complete=True)
             return True

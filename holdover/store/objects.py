@@ -15,7 +15,7 @@ from holdover.errors import TierError
 from holdover.state.segment import Kind, Link
 from holdover.store.encryption import Cipher
 from holdover.store.ledger import PARENT_DIGITS, Ledger
-from holdover.store.place import Item, Place, bucket_error, bucket_place, folder_error, folder_place
+from holdover.store.place import Place, bucket_error, bucket_place, folder_error, folder_place
 from holdover.store.tier import ALONE, PutResult, PutStatus
 from holdover.store.usage import FolderUsage
 
@@ -124,28 +124,23 @@ class ObjectTier:
             total, new = 0, []
             if alone:
                 self.place.remove_staged()
-            for item in sorted(self.place.list(), key=lambda item: -item.modified):
-                known = self._ledger.knows(_identify(item.path)[0])
-                fits = not alone or total + item.nbytes <= self.budget_bytes  # newest first, as far as that reaches
-                if fits and self._enter(item):
-                    total += item.nbytes
-                    new += [] if known else [_identify(item.path)[0]]
-                else:
+            for item in sorted(self.place.list(), key=lambda item: item.modified):
+                name, parent = _identify(item.path)
+                if not self._ledger.knows(name):
+                    self._ledger.adopt(name, item.nbytes, Link("", parent, ""), whatever_fits=True)
+                    new.append(name)
+                elif self._path(name) != item.path:  # one name lies in two places: nobody could tell which
                     self.place.delete(item.path)
-            self._ledger.put_behind(new[::-1])
+                    continue
+                total += item.nbytes
+            self._ledger.put_behind(new)
             if alone and self._usage is not None:
                 self._usage.counted(total)
         finally:
             if alone and self._usage is not None:
                 self._usage.admit_others()
         self._remove_orphans()
-
-    def _enter(self, item: Item) -> bool:
-        """Enter an object in the books. False if it must go: there is no room, or its segment lies elsewhere too."""
-        name, parent = _identify(item.path)
-        if self._ledger.knows(name):
-            return self._path(name) == item.path
-        return self._ledger.adopt(name, item.nbytes, Link("", parent, ""))
+        self._ledger.shrink()
 
     def _remove_orphans(self) -> None:
         """Remove what goes on from rows that are gone. Others may be writing: what seems to have no parent in one list

@@ -5,6 +5,7 @@ Every call raises TierError with the place and the reason if the place fails.
 
 import os
 import re
+import secrets
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -62,8 +63,9 @@ class Place:
 
     def probe(self) -> None:
         """Raises OSError or obstore's BaseError if the place can't be written, TierError if its key is another."""
-        obstore.put(self._store, PROBE, b"holdover")
-        obstore.delete(self._store, PROBE)
+        path = f"{PROBE}-{secrets.token_hex(8)}"  # others may be opening the same place
+        obstore.put(self._store, path, b"holdover")
+        obstore.delete(self._store, path)
         self.check_key(make=True)
 
     def check_key(self, make: bool = False) -> None:

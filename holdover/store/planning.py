@@ -10,6 +10,7 @@ from holdover.state.segment import Kind, SegmentHeader
 from holdover.state.tree import PrefixTree
 from holdover.store.jobs import PrefixContext, SaveJob
 
+MOST_SESSION_CHARACTERS = 128  # of its name: a header stays under 4 KiB
 SavePlanner = Callable[[PrefixTree, Node, PrefixContext], list[SaveJob]]
 
 
@@ -105,5 +106,6 @@ def _job(
         tip=saved.tip,
         start=saved.start,
         end=saved.end,
+        session=(context.session or "")[:MOST_SESSION_CHARACTERS],
     )
     return SaveJob(context, saved, header, slots, nodes[-1])

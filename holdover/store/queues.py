@@ -403,8 +403,8 @@ class Store:
     @staticmethod
     def _same(tier: Tier, header: SegmentHeader) -> bool:
         """Whether a tier keeps this very segment under its name."""
-        head = tier.head(header.name, HEAD_BYTES, header.parent_name)
         try:
+            head = tier.head(header.name, HEAD_BYTES, header.parent_name)
             return head is not None and parse_header(head)[0] == header
         except DamagedSegment:
             return False

@@ -87,13 +87,13 @@ class FolderUsage:
         fcntl.flock(self._users, fcntl.LOCK_SH)
 
     @contextmanager
-    def _total(self) -> Iterator["_Total"]:
+    def held(self) -> Iterator["Total"]:
         """The number, while nobody else can change it. Raises TierError."""
         with self._lock:
             try:
                 fcntl.flock(self._count, fcntl.LOCK_EX)
                 try:
-                    total = _Total(int.from_bytes(os.pread(self._count, COUNT_BYTES, 0), "little"))
+                    total = Total(int.from_bytes(os.pread(self._count, COUNT_BYTES, 0), "little"))
                     before = total.nbytes
                     yield total
                     if total.nbytes != before:
@@ -105,17 +105,17 @@ class FolderUsage:
 
     def counted(self, nbytes: int) -> None:
         """The folder holds so many bytes."""
-        with self._total() as total:
+        with self.held() as total:
             total.nbytes = nbytes
 
     def take(self, nbytes: int, budget_bytes: int) -> int:
-        with self._total() as total:
+        with self.held() as total:
             lacking = max(0, total.nbytes + nbytes - budget_bytes)
             total.nbytes += 0 if lacking else nbytes
             return lacking
 
     def give(self, nbytes: int) -> None:
-        with self._total() as total:
+        with self.held() as total:
             total.nbytes -= nbytes
 
     def total(self) -> int:
@@ -133,5 +133,7 @@ class FolderUsage:
 
 
 @dataclass(slots=True)
-class _Total:
+class Total:
+    """Bytes in use."""
+
     nbytes: int

@@ -80,7 +80,7 @@ def test_the_key_must_be_the_folders(tmp_path: Path) -> None:
     assert sorted(file.name for file in (tmp_path / "segments").rglob("*")) == files, "nothing was touched"
 
 
-def test_a_folder_that_was_not_encrypted_becomes_so_and_what_lies_there_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_that_was_not_encrypted_becomes_so_and_what_lies_there_is_not_read(tmp_path: Path) -> None:
     bench("hybrid", disk_tier(tmp_path, 16 << 20)).ask(PROMPT, 1)
     second = bench("hybrid", disk_tier(tmp_path, 16 << 20, cipher=Cipher(KEY)))
     assert second.ask(PROMPT, 3) == expected("hybrid", PROMPT)

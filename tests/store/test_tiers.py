@@ -127,7 +127,7 @@ def test_many_threads_store_one_copy_and_keep_the_budget() -> None:
 def test_a_disk_tier_that_cannot_be_written_says_so(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
-    with pytest.raises(TierError, match=r"can't be written.*--disk-tier"):
+    with pytest.raises(TierError, match=r"can't be written.*--tier disk"):
         disk_tier(blocked / "tier", 1000)
 
 
