@@ -1,6 +1,7 @@
 """The command line: thin, one function per command."""
 
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +11,7 @@ import typer
 from holdover import __version__
 from holdover.config import FIND_SECONDS, EngineConfig, choose_tiers, format_bytes, parse_bytes
 from holdover.errors import HoldoverError
+from holdover.store.cli import store_app
 
 app = typer.Typer(
     name="holdover",
@@ -19,6 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"auto_envvar_prefix": "HOLDOVER", "help_option_names": ["-h", "--help"]},
 )
+app.add_typer(store_app, name="store")
 
 
 def _version(wanted: bool) -> None:
@@ -56,6 +59,10 @@ def serve(
     disk_tier: Annotated[
         str | None, typer.Option(metavar="DIR:SIZE", help="Short for --tier disk:DIR:SIZE, after memory.")
     ] = None,
+    encryption_key_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Encrypt disk tiers and buckets with this key; or HOLDOVER_ENCRYPTION_KEY."),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = "auto",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     served_model_name: Annotated[str | None, typer.Option(help="Name in the API; default: the folder's.")] = None,
@@ -78,6 +85,7 @@ def serve(
     """Serve a model over OpenAI's API. `--tier none` keeps state on the device only."""
     from holdover.engine.messages import Ready
     from holdover.server.serve import serve as run_server
+    from holdover.store.encryption import read_key
 
     logging.basicConfig(level=logging.INFO, format="holdover: %(levelname)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
@@ -96,6 +104,7 @@ def serve(
         threads=threads,
         audit=audit_tiers,
         find_seconds=find_wait,
+        encryption_key=read_key(encryption_key_file, os.environ.get("HOLDOVER_ENCRYPTION_KEY")),
     )
     name = served_model_name or Path(model).resolve().name
 

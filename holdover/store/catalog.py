@@ -19,7 +19,7 @@ from holdover.store.objects import object_path, parse_path
 from holdover.store.place import Item, Place
 
 HEAD_BYTES = 8192
-Progress = Callable[[int], None]  # told how many more are done
+Tell = Callable[[int], None]  # told how many more are done
 
 
 @dataclass(slots=True)
@@ -82,11 +82,11 @@ class Catalog:
         return sorted(last, key=lambda entry: -entry.item.modified)
 
 
-def read_catalog(place: Place, progress: Progress = lambda _: None) -> Catalog:
+def read_catalog(place: Place, tell: Tell = lambda _: None) -> Catalog:
     """List a place. Raises TierError."""
     catalog = Catalog()
     for item in place.list():
-        progress(1)
+        tell(1)
         found = parse_path(item.path)
         if found is None or item.path != object_path(*found):
             catalog.foreign.append(item)
@@ -100,10 +100,10 @@ def read_catalog(place: Place, progress: Progress = lambda _: None) -> Catalog:
     return catalog
 
 
-def read_headers(place: Place, entries: Iterable[Entry], progress: Progress = lambda _: None) -> None:
+def read_headers(place: Place, entries: Iterable[Entry], tell: Tell = lambda _: None) -> None:
     """Read the heads of segments. What can't be read has a problem afterwards. Raises TierError."""
     for entry in entries:
-        progress(1)
+        tell(1)
         if entry.header is not None or entry.problem:
             continue
         try:
@@ -151,7 +151,7 @@ class Verdict:
         return not self.broken and not self.orphans
 
 
-def verify(place: Place, progress: Progress = lambda _: None, salt: str = "") -> Verdict:
+def verify(place: Place, tell: Tell = lambda _: None, salt: str = "") -> Verdict:
     """Read everything and check it: checksums, names, and that each prefix is whole from its first token.
 
     Where a segment was saved without a salt, or with the one given, its address is computed anew from its tokens.
@@ -162,7 +162,7 @@ def verify(place: Place, progress: Progress = lambda _: None, salt: str = "") ->
     chains: dict[str, tuple[AddressChain, Tokens]] = {}  # of rows segments that others go on from
     lost = {id(entry) for entry in catalog.orphans()}
     for entry in _parents_first(catalog):
-        progress(1)
+        tell(1)
         try:
             buffer = read_segment(place, entry)
             verdict.addresses += _check_address(catalog, entry, buffer, chains, salt)
@@ -251,10 +251,10 @@ class History:
         return sum(entry.item.nbytes for entry in self.path)
 
 
-def histories(place: Place, catalog: Catalog, progress: Progress = lambda _: None) -> list[History]:
+def histories(place: Place, catalog: Catalog, tell: Tell = lambda _: None) -> list[History]:
     """Each history that begins at position 0, the most recently written first. Raises TierError."""
     leaves = catalog.leaves()
-    read_headers(place, leaves, progress)
+    read_headers(place, leaves, tell)
     found = [History(leaf, catalog.path(leaf)) for leaf in leaves if leaf.header is not None]
     return [history for history in found if history.path[0].parent is None]
 
@@ -315,11 +315,11 @@ class Summary:
         return self.tokens_unshared / self.tokens if self.tokens else 1.0
 
 
-def summarize(place: Place, catalog: Catalog, progress: Progress = lambda _: None) -> Summary:
+def summarize(place: Place, catalog: Catalog, tell: Tell = lambda _: None) -> Summary:
     """Count what is there. Raises TierError."""
     summary = Summary(foreign=len(catalog.foreign), orphans=len(catalog.orphans()))
     entries = list(catalog.entries.values())
-    read_headers(place, entries, progress)
+    read_headers(place, entries, tell)
     spaces, sessions = set(), set()
     for entry in entries:
         summary.segments[entry.kind] += 1

@@ -12,7 +12,7 @@ from obstore.exceptions import BaseError
 
 from holdover.config import format_bytes
 from holdover.errors import TierError
-from holdover.state.segment import Kind, Link
+from holdover.state.segment import Kind, Link, SegmentHeader
 from holdover.store.encryption import Cipher
 from holdover.store.ledger import PARENT_DIGITS, Ledger
 from holdover.store.place import Place, bucket_error, bucket_place, folder_error, folder_place
@@ -55,7 +55,9 @@ def disk_tier(
     place = folder_place(folder, f"{name} tier", cipher)
     try:
         place.probe()
-        return ObjectTier(place, budget_bytes, name, FolderUsage(folder), wait=wait)
+        usage = FolderUsage(folder)
+        usage.remember(budget_bytes)
+        return ObjectTier(place, budget_bytes, name, usage, wait=wait)
     except (OSError, BaseError) as error:
         raise folder_error(folder, f"{name} tier", error) from None
 
@@ -241,6 +243,11 @@ class ObjectTier:
             freed = self.place.delete(object_path(name, parent))
             if freed and self._usage is not None:
                 self._usage.give(freed)
+
+    @staticmethod
+    def path_of(header: SegmentHeader) -> str:
+        """Where a segment with this header lies."""
+        return object_path(header.name, header.parent_name)
 
     def _path(self, name: str) -> str:
         return name if "/" in name else object_path(name, self._ledger.parent(name))

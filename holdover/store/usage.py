@@ -123,6 +123,14 @@ class FolderUsage:
             return 0
         return int.from_bytes(os.pread(self._count, COUNT_BYTES, 0), "little")
 
+    def budget(self) -> int | None:
+        """The budget that the engine which used the folder last keeps to, if one did."""
+        return int.from_bytes(os.pread(self._count, COUNT_BYTES, COUNT_BYTES), "little") or None
+
+    def remember(self, budget_bytes: int) -> None:
+        """Let tools know the budget. Raises OSError."""
+        os.pwrite(self._count, budget_bytes.to_bytes(COUNT_BYTES, "little"), COUNT_BYTES)
+
     def close(self) -> None:
         """Leave the folder."""
         while self._files:
