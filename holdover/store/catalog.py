@@ -291,7 +291,7 @@ def find_history(place: Place, catalog: Catalog, wanted: str) -> list[Entry]:
     return path + others
 
 
-@dataclass(slots=True)
+@dataclass
 class Summary:
     """What `stats` says."""
 

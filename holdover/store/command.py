@@ -200,7 +200,7 @@ def show_statistics(run: Session) -> int:
         budget = usage.budget()
         usage.close()
     total = sum(summary.nbytes.values())
-    body = {**asdict(summary), "sharing": summary.sharing, "bytes": total, "budget_bytes": budget}
+    body = {**vars(summary), "sharing": summary.sharing, "bytes": total, "budget_bytes": budget}
     body |= {"oldest": _when(summary.oldest), "newest": _when(summary.newest)}
     run.show({"place": place.shown, **body})
     if run.as_json:
