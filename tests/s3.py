@@ -1,12 +1,16 @@
 """A real S3 server (moto's, over HTTP) for tests."""
 
+import asyncio
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
+import aiohttp
 import boto3
+from aiohttp import web
 from moto.server import ThreadedMotoServer
 
 BUCKET = "state"
@@ -80,3 +84,50 @@ class HangingS3:
     def close(self) -> None:
         self.process.kill()
         self.process.wait(10)
+
+
+class FaultyS3:
+    """A server behind a proxy that refuses, or takes its time. refuse: the status that every request gets, if not 0;
+    delay: seconds before each is passed on. refused, passed: how many there were."""
+
+    def __init__(self) -> None:
+        self.inner = S3()
+        self.port = free_port()
+        self.environment = environment(self.port)
+        self.refuse, self.delay = 0, 0.0
+        self.refused = self.passed = 0
+        started = threading.Event()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, args=(started,), daemon=True)
+        self._thread.start()
+        assert started.wait(30)
+
+    def _run(self, started: threading.Event) -> None:
+        async def serve() -> None:
+            self._client = aiohttp.ClientSession(auto_decompress=False)
+            app = web.Application(client_max_size=1 << 30)
+            app.router.add_route("*", "/{path:.*}", self._pass_on)
+            runner = web.AppRunner(app)
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", self.port).start()
+            started.set()
+
+        self._loop.run_until_complete(serve())
+        self._loop.run_forever()
+
+    async def _pass_on(self, request: web.Request) -> web.Response:
+        if self.refuse:
+            self.refused += 1
+            return web.Response(status=self.refuse, text="<Error><Code>SlowDown</Code></Error>")
+        await asyncio.sleep(self.delay)
+        self.passed += 1
+        url = f"http://127.0.0.1:{self.inner.port}{request.raw_path}"
+        headers = {key: value for key, value in request.headers.items() if key.lower() != "content-length"}
+        async with self._client.request(request.method, url, headers=headers, data=await request.read()) as answer:
+            kept = {k: v for k, v in answer.headers.items() if k.lower() not in ("transfer-encoding", "content-length")}
+            return web.Response(status=answer.status, headers=kept, body=await answer.read())
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+        self.inner.stop()

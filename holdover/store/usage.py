@@ -67,7 +67,7 @@ class FolderUsage:
         self._lock = threading.Lock()
         self._folder = folder
         self._files: list[int] = []
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        flags = os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC  # to write it is opened anew: so its disk can be remounted
         for name in ("users.lock", "usage"):
             self._files.append(os.open(folder / name, flags, 0o600))
         self._users, self._count = self._files
@@ -97,7 +97,7 @@ class FolderUsage:
                     before = total.nbytes
                     yield total
                     if total.nbytes != before:
-                        os.pwrite(self._count, max(0, total.nbytes).to_bytes(COUNT_BYTES, "little"), 0)
+                        self._write(max(0, total.nbytes), 0)
                 finally:
                     fcntl.flock(self._count, fcntl.LOCK_UN)
             except OSError as error:
@@ -129,7 +129,14 @@ class FolderUsage:
 
     def remember(self, budget_bytes: int) -> None:
         """Let tools know the budget. Raises OSError."""
-        os.pwrite(self._count, budget_bytes.to_bytes(COUNT_BYTES, "little"), COUNT_BYTES)
+        self._write(budget_bytes, COUNT_BYTES)
+
+    def _write(self, number: int, position: int) -> None:
+        file = os.open(self._folder / "usage", os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.pwrite(file, number.to_bytes(COUNT_BYTES, "little"), position)
+        finally:
+            os.close(file)
 
     def close(self) -> None:
         """Leave the folder."""

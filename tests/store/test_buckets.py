@@ -1,6 +1,8 @@
 """Buckets: the same tier on a real S3 server (moto's, over HTTP), through outages."""
 
 import re
+import threading
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -43,6 +45,28 @@ def test_a_bucket_keeps_segments_once_and_finds_them_again(s3: S3) -> None:
     assert list(bucket_tier(f"s3://{BUCKET}/elsewhere", 10_000, "s3").scan()) == [], "a prefix is a place of its own"
     tier.delete(NAME)
     assert list(bucket_tier(f"s3://{BUCKET}/agents", 10_000, "s3").scan()) == []
+
+
+def test_two_that_write_one_address_to_a_bucket_keep_it_once(s3: S3) -> None:
+    one, two = (bucket_tier(f"s3://{BUCKET}/agents", 10_000, "s3") for _ in range(2))
+    statuses = []
+
+    def write(tier: ObjectTier, value: int) -> None:
+        for number in range(20):
+            name = f"{number:02d}" * 32 + ".rows"
+            statuses.append(tier.put(name, 100, lambda: content(100, value)).status)
+
+    writers = [threading.Thread(target=write, args=(tier, value)) for tier, value in ((one, 1), (two, 2))]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert Counter(statuses) == {PutStatus.KEPT: 20, PutStatus.ALREADY_THERE: 20}
+    for number in range(20):
+        name = f"{number:02d}" * 32 + ".rows"
+        kept = [tier.head(name, 100, None) for tier in (one, two)]
+        assert kept[0] == kept[1]
+        assert [one.has(name), two.has(name)].count(True) == 1, "whose was refused knows that he has not written it"
 
 
 def test_a_bucket_has_a_budget_too(s3: S3) -> None:
