@@ -128,6 +128,7 @@ class FaultyS3:
             return web.Response(status=answer.status, headers=kept, body=await answer.read())
 
     def close(self) -> None:
+        asyncio.run_coroutine_threadsafe(self._client.close(), self._loop).result(10)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
         self.inner.stop()

@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 
 from holdover.errors import HoldoverError
 from holdover.state.layout import Layout
+from holdover.state.segment import BLOCK_BYTES
 
 Slots = NDArray[np.int64]
+TRANSFER_BYTES = 16 << 20  # between host and another device
 
 
 class DevicePool:
@@ -61,6 +63,11 @@ class DevicePool:
     def on_host(self) -> bool:
         """Whether the device is the host's own memory."""
         return self._host is not None
+
+    @property
+    def block_bytes(self) -> int:
+        """How much to copy in or out at once: on the host what fits into a cache, else what is worth a transfer."""
+        return BLOCK_BYTES if self.on_host else TRANSFER_BYTES
 
     @property
     def num_free(self) -> int:
@@ -175,12 +182,13 @@ class DevicePool:
         """Copy a kept snapshot into a live state."""
         self.live[live_row] = self.read_rows(slots).flatten()
 
-    def fill_live(self, live_row: int, snapshot: torch.Tensor) -> None:
-        """Copy a loaded snapshot, uint8 [bytes_per_snapshot], into a live state."""
+    def fill_live(self, live_row: int, snapshot: torch.Tensor, first: int = 0) -> None:
+        """Copy a loaded snapshot, or its bytes from `first` on, into a live state."""
+        last = first + len(snapshot)
         if self._host is None:
-            self.live[live_row, : self.layout.bytes_per_snapshot] = snapshot.to(self.live.device)
+            self.live[live_row, first:last] = snapshot.to(self.live.device)
         else:
-            self.live.numpy()[live_row, : self.layout.bytes_per_snapshot] = snapshot.numpy()
+            self.live.numpy()[live_row, first:last] = snapshot.numpy()
 
     def clear_live(self, live_row: int) -> None:
         """Make a live state that of position 0."""

@@ -9,7 +9,7 @@ The format is in docs/format.md. Encoding makes one buffer and one copy; decodin
 import json
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
@@ -17,14 +17,15 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from blake3 import blake3
+from xxhash import xxh3_128
 
 from holdover.state.address import Tokens
 from holdover.state.layout import ArraySpec, Layout
 
 FORMAT = "holdover-segment/3"
-NO_CHECKSUM = "0" * 64
-CHECKSUM = re.compile("[0-9a-f]{64}")
+NO_CHECKSUM = "0" * 32
+CHECKSUM = re.compile("[0-9a-f]{32}")
+BLOCK_BYTES = 256 << 10  # hashed and copied while they are in the processor's cache
 MAX_HEADER_BYTES = 1 << 20
 SAFETENSORS_NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
@@ -110,6 +111,40 @@ class Segment:
     tokens: Tokens
     rows: torch.Tensor | None
     snapshot: torch.Tensor | None
+    seal: "Seal"
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """What a segment's checksum is over: its header without it, and its data, here cut into rows of `row_bytes` after
+    `before`, which is no row (the token ids)."""
+
+    checksum: str
+    blank: bytes
+    before: memoryview
+    rows: memoryview
+    row_bytes: int
+
+    def blocks(self, block_bytes: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:
+        """Ranges of rows, in order, each just after it was hashed: it is in the cache, so copying it is cheap.
+
+        Raises DamagedSegment at the end if the checksum does not hold: nothing of what was copied may be used then.
+        """
+        digest = xxh3_128(self.blank)
+        digest.update(self.before)
+        count = len(self.rows) // self.row_bytes if self.row_bytes else 0
+        step = max(1, block_bytes // max(1, self.row_bytes))
+        for first in range(0, count, step):
+            last = min(count, first + step)
+            digest.update(self.rows[first * self.row_bytes : last * self.row_bytes])
+            yield first, last
+        if digest.hexdigest() != self.checksum:
+            raise DamagedSegment("its checksum does not hold")
+
+    def check(self) -> None:
+        """Raises DamagedSegment if the checksum does not hold."""
+        for _ in self.blocks(1 << 30):
+            pass
 
 
 @lru_cache(maxsize=64)
@@ -203,31 +238,38 @@ def segment_bytes(header: SegmentHeader, layout: Layout) -> int:
 def encode(
     header: SegmentHeader,
     layout: Layout,
-    fill: Callable[[torch.Tensor], object],
+    fill: Callable[[torch.Tensor, int], object],
     tokens: Tokens | None = None,
+    block_bytes: int = BLOCK_BYTES,
 ) -> torch.Tensor:
-    """Make a segment: uint8 [bytes]. `fill` writes the state into the uint8 view of its place that it is given.
-
-    `tokens` are the ids of `[start, end)` for a rows segment.
+    """Make a segment: uint8 [bytes]. `fill(place, first)` writes rows from `first` on into `place`, uint8 [rows, bytes
+    of one]; of a snapshot all of it, uint8 [bytes]. `tokens` are the ids of `[start, end)` for a rows segment.
     """
     blank = _header_bytes(header, header.session, layout, NO_CHECKSUM)
     num_tokens = header.end - header.start
     buffer = torch.empty(len(blank) + data_bytes(layout, header.kind, num_tokens), dtype=torch.uint8)
     whole = buffer.numpy()
     data_start = len(blank)
+    digest = xxh3_128(blank)
     if header.kind is Kind.ROWS:
         if tokens is None or len(tokens) != num_tokens:
             raise ValueError("a rows segment needs the ids of exactly its tokens")
         whole[data_start : data_start + 4 * num_tokens] = np.frombuffer(tokens.tobytes(), dtype=np.uint8)
-        fill(buffer[data_start + 4 * num_tokens :].view(num_tokens, layout.bytes_per_token))
-    elif header.kind is Kind.WINDOW:
-        fill(buffer[data_start:].view(num_tokens, layout.bytes_per_window_row))
+        digest.update(whole[data_start : data_start + 4 * num_tokens].data)
+        data_start += 4 * num_tokens
+    if header.kind is Kind.SNAPSHOT:
+        fill(buffer[data_start:], 0)
+        digest.update(whole[data_start:].data)
     else:
-        fill(buffer[data_start:])
-    whole[:data_start] = np.frombuffer(blank, dtype=np.uint8)
-    checksum = blake3(whole.data).hexdigest()
-    sealed = blank.replace(_checksum_entry(NO_CHECKSUM), _checksum_entry(checksum))
-    whole[:data_start] = np.frombuffer(sealed, dtype=np.uint8)
+        row_bytes = state_bytes(layout, header.kind)
+        rows = buffer[data_start:].view(num_tokens, row_bytes)
+        step = max(1, block_bytes // max(1, row_bytes))
+        for first in range(0, num_tokens, step):
+            place = rows[first : first + step]
+            fill(place, first)
+            digest.update(place.numpy().data)
+    sealed = blank.replace(_checksum_entry(NO_CHECKSUM), _checksum_entry(digest.hexdigest()))
+    whole[: len(blank)] = np.frombuffer(sealed, dtype=np.uint8)
     return buffer
 
 
@@ -289,7 +331,7 @@ def check_whole(buffer: torch.Tensor, name: str) -> SegmentHeader:
     """Check a segment that is kept as `name` without knowing its model. Raises DamagedSegment."""
     whole = buffer.numpy().data
     header, entries, data_start, checksum = parse_header(whole)
-    if header.name != name:
+    if name != header.name:
         raise DamagedSegment(f"it is {header.name}, kept under the name of another")
     try:
         ends = [int(entry["data_offsets"][1]) for entry in entries.values()]  # type: ignore[index]
@@ -299,10 +341,7 @@ def check_whole(buffer: torch.Tensor, name: str) -> SegmentHeader:
     if len(whole) != data_start + max(ends, default=0) or tokens not in (None, [0, 4 * (header.end - header.start)]):
         raise DamagedSegment("it is not as long as its arrays")
     blank = bytes(whole[:data_start]).replace(_checksum_entry(checksum), _checksum_entry(NO_CHECKSUM))
-    digest = blake3(blank)
-    digest.update(whole[data_start:])
-    if digest.hexdigest() != checksum:
-        raise DamagedSegment("its checksum does not hold")
+    Seal(checksum, blank, memoryview(b""), whole[data_start:], 1).check()
     return header
 
 
@@ -324,14 +363,17 @@ def reseal(buffer: torch.Tensor, header: SegmentHeader) -> torch.Tensor:
             position += len(part)
         data = torch.cat(parts)
     blank = _sealed_header(header, header.session, entries, NO_CHECKSUM)
-    digest = blake3(blank)
+    digest = xxh3_128(blank)
     digest.update(data.numpy().data)
     head = _sealed_header(header, header.session, entries, digest.hexdigest())
     return torch.cat([torch.from_numpy(np.frombuffer(head, dtype=np.uint8).copy()), data])
 
 
-def decode(buffer: torch.Tensor, layout: Layout, fingerprint: str, name: str) -> Segment:
-    """Check and view a segment that a tier keeps as `name`. Raises DamagedSegment if anything at all is wrong."""
+def decode(buffer: torch.Tensor, layout: Layout, fingerprint: str, name: str, check: bool = True) -> Segment:
+    """Check and view a segment that a tier keeps as `name`. Raises DamagedSegment if anything at all is wrong.
+
+    Without `check` the caller has to go through all of `segment.seal.blocks()`, and may use nothing before its end.
+    """
     whole = buffer.numpy().data
     data_start = 8 + int.from_bytes(whole[:8], "little")
     if len(whole) < 8 or data_start > min(len(whole), MAX_HEADER_BYTES):
@@ -342,15 +384,13 @@ def decode(buffer: torch.Tensor, layout: Layout, fingerprint: str, name: str) ->
     num_tokens = header.end - header.start
     if len(whole) != data_start + data_bytes(layout, header.kind, num_tokens):
         raise DamagedSegment("it is not as long as its arrays")
-    digest = blake3(blank)
-    digest.update(whole[data_start:])
-    if digest.hexdigest() != checksum:
-        raise DamagedSegment("its checksum does not hold")
+    state_start = data_start + (4 * num_tokens if header.kind is Kind.ROWS else 0)
+    row_bytes = 1 if header.kind is Kind.SNAPSHOT else state_bytes(layout, header.kind)
+    seal = Seal(checksum, blank, whole[data_start:state_start], whole[state_start:], row_bytes)
+    if check:
+        seal.check()
+    tokens = np.frombuffer(whole[data_start:state_start], dtype="<u4")
+    state = buffer[state_start:]
     if header.kind is Kind.SNAPSHOT:
-        return Segment(header, np.empty(0, dtype="<u4"), None, buffer[data_start:])
-    if header.kind is Kind.WINDOW:
-        window = buffer[data_start:].view(num_tokens, layout.bytes_per_window_row)
-        return Segment(header, np.empty(0, dtype="<u4"), window, None)
-    tokens = np.frombuffer(whole[data_start : data_start + 4 * num_tokens], dtype="<u4")
-    rows = buffer[data_start + 4 * num_tokens :].view(num_tokens, layout.bytes_per_token)
-    return Segment(header, tokens, rows, None)
+        return Segment(header, tokens, None, state, seal)
+    return Segment(header, tokens, state.view(num_tokens, row_bytes), None, seal)

@@ -244,7 +244,7 @@ class Store:
         def make() -> torch.Tensor:
             if not encoded:
                 fill = partial(self._copy, header.kind, job.slots)
-                encoded.append(encode(header, self.layout, fill, job.own_tokens))
+                encoded.append(encode(header, self.layout, fill, job.own_tokens, self.pool.block_bytes))
             return encoded[0]
 
         nbytes = segment_bytes(header, self.layout)
@@ -287,9 +287,13 @@ class Store:
                     break  # another engine's cut is there: what goes on from it is planned anew
         self._done(result)
 
-    def _copy(self, kind: Kind, slots: Slots, place: torch.Tensor) -> None:
-        copies = {Kind.ROWS: self.pool.copy_rows, Kind.WINDOW: self.pool.copy_window}
-        copies.get(kind, self.pool.copy_snapshot)(slots, place)
+    def _copy(self, kind: Kind, slots: Slots, place: torch.Tensor, first: int) -> None:
+        if kind is Kind.SNAPSHOT:
+            self.pool.copy_snapshot(slots, place)
+        elif kind is Kind.WINDOW:
+            self.pool.copy_window(slots[first : first + len(place)], place)
+        else:
+            self.pool.copy_rows(slots[first : first + len(place)], place)
 
     def _fault(self, tier: Tier, error: TierError) -> None:
         """A tier that fails is left alone for a while; serving goes on without it."""
@@ -321,23 +325,27 @@ class Store:
 
     def _place(self, parts: list[LoadPart], segment: Segment) -> int:
         assert segment.rows is not None
-        start, count = segment.header.start, 0
+        start = segment.header.start
         for part in parts:
-            if len(part.tokens) and not np.array_equal(
-                part.tokens, segment.tokens[part.first - start : part.last - start]
-            ):
+            ids = segment.tokens[part.first - start : part.last - start]
+            if len(part.tokens) and not np.array_equal(part.tokens, ids):
+                segment.seal.check()
                 raise OtherSegment
-            rows = segment.rows[part.first - start : part.last - start]
-            if part.saved.kind is Kind.WINDOW:
-                self.pool.write_window(part.slots, rows)
-                continue
-            self.pool.write_rows(part.slots, rows)
-            count += part.last - part.first
-        return count
+        write = self.pool.write_window if segment.header.kind is Kind.WINDOW else self.pool.write_rows
+        for first, last in segment.seal.blocks(self.pool.block_bytes):
+            for part in parts:
+                begin, end = max(first, part.first - start), min(last, part.last - start)
+                if begin < end:
+                    offset = part.first - start
+                    write(part.slots[begin - offset : end - offset], segment.rows[begin:end])
+        if segment.header.kind is Kind.WINDOW:
+            return 0
+        return sum(part.last - part.first for part in parts)
 
     def _place_snapshot(self, job: LoadJob, segment: Segment) -> int:
         assert segment.snapshot is not None
-        self.pool.fill_live(job.live_row, segment.snapshot)
+        for first, last in segment.seal.blocks(self.pool.block_bytes):
+            self.pool.fill_live(job.live_row, segment.snapshot[first:last], first)
         return 0
 
     def _load_segment(self, saved: Saved, tiers: list[Tier], result: LoadDone, place: Callable[[Segment], int]) -> bool:
@@ -350,9 +358,10 @@ class Store:
             try:
                 with tier.get(saved.name) as buffer:
                     if buffer is not None:
-                        segment = decode(buffer, self.layout, self.fingerprint, saved.name)
+                        segment = decode(buffer, self.layout, self.fingerprint, saved.name, check=False)
                         header = segment.header
                         if (header.start, header.end) != (saved.start, saved.end):
+                            segment.seal.check()
                             raise OtherSegment
                         tokens = place(segment)
                         by_tier = result.tokens_by_tier

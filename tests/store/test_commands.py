@@ -261,14 +261,14 @@ def test_a_bucket_is_looked_at_and_mended_the_same_way(monkeypatch: pytest.Monke
     try:
         for variable, value in s3.environment.items():
             monkeypatch.setenv(variable, value)
-        url = f"s3://{BUCKET}/agents"
+        url = f"s3://{BUCKET}/commands"
         engine = bench("hybrid", bucket_tier(url, 16 << 20, "s3"))
         engine.ask(PROMPT, 1, session="alpha")
         assert [each["session"] for each in store("ls", url)["histories"]] == ["alpha"]
         assert store("verify", url)["addresses_checked"] == len(store("ls", url, "--segments")["segments"])
         store("export", url, "alpha", tmp_path / "alpha.tar")
-        store("import", f"s3://{BUCKET}/other", tmp_path / "alpha.tar")
-        second = bench("hybrid", bucket_tier(f"s3://{BUCKET}/other", 16 << 20, "s3"))
+        store("import", f"s3://{BUCKET}/commands-elsewhere", tmp_path / "alpha.tar")
+        second = bench("hybrid", bucket_tier(f"s3://{BUCKET}/commands-elsewhere", 16 << 20, "s3"))
         assert second.ask([*PROMPT, 1]) == expected("hybrid", [*PROMPT, 1], 4)
         assert second.engine.counters.prompt_tokens_computed == 1
         store("gc", url, "--budget", 1)
