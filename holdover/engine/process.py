@@ -36,6 +36,7 @@ from holdover.models.registry import load_model, model_folder
 from holdover.orphans import outlive_parent
 from holdover.state.pool import DevicePool
 from holdover.state.tree import PrefixTree
+from holdover.store.allocator import keep_freed_memory
 from holdover.store.jobs import Done, SaveDone
 from holdover.store.opening import open_tier
 from holdover.store.planning import SavePlanner, plan_delta
@@ -189,6 +190,7 @@ def _receive(socket: "zmq.Socket[bytes]", inbox: Inbox) -> None:
 
 def main(plan_saves: SavePlanner = plan_delta) -> int:
     """Run one engine until it is told to end."""
+    keep_freed_memory()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     logging.basicConfig(level=logging.INFO, format="holdover engine: %(levelname)s: %(message)s", stream=sys.stderr)
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)

@@ -7,6 +7,7 @@ import os
 import re
 import secrets
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ STAGED = re.compile(r"#\d+$")  # a file that is being written, or was when its w
 REQUEST_TIMEOUT, CONNECT_TIMEOUT, RETRY_TIMEOUT = timedelta(seconds=60), timedelta(seconds=5), timedelta(seconds=20)
 ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT")
 MAX_RETRIES = 2  # then the tier is left alone for a while, and serving goes on without it
+warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # nobody writes to what was read
 ABSENT = (NotFoundError, FileNotFoundError)
 
 
@@ -123,8 +125,7 @@ class Place:
                 return None
         if self._cipher is not None:
             content = memoryview(self._cipher.open(path, content))
-        array = np.frombuffer(content, dtype=np.uint8)
-        return torch.from_numpy(array if array.flags.writeable else array.copy())
+        return torch.from_numpy(np.frombuffer(content, dtype=np.uint8))
 
     def read_start(self, path: str, nbytes: int) -> bytes | None:
         """The first bytes of an object, or more of them, or None if it is not there. Raises DamagedSegment."""
