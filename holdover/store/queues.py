@@ -1,12 +1,10 @@
 """Saving and loading between the device and the tiers, each on its own thread."""
 
 import logging
-import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from functools import partial
 from typing import Protocol
 
@@ -47,7 +45,6 @@ from holdover.store.tier import PutStatus, Tier
 log = logging.getLogger(__name__)
 RETRY_AFTER_FAULT_SECONDS = 5.0
 AT_ONCE_BYTES = 4 << 20
-NICENESS = 19
 
 
 class OtherSegment(Exception):
@@ -67,12 +64,6 @@ class Worker(Protocol):
 StartWorker = Callable[[str, Callable[..., None]], Worker]  # (name, what runs a job)
 
 
-def step_back() -> None:
-    """Let this thread run only where the model leaves a core: a step waits for the last of its threads."""
-    with suppress(OSError, AttributeError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-
-
 class ThreadWorker:
     """A Worker with a thread of its own."""
 
@@ -86,7 +77,6 @@ class ThreadWorker:
         self._jobs.put(job)
 
     def _loop(self) -> None:
-        step_back()
         while (job := self._jobs.get()) is not None:
             self._run(job)
 
