@@ -19,7 +19,12 @@ from holdover.store.objects import object_path, parse_path
 from holdover.store.place import Item, Place
 
 HEAD_BYTES = 8192
+GONE = "it went while it was looked for"
 Tell = Callable[[int], None]  # told how many more are done
+
+
+class GoneSegment(DamagedSegment):
+    """An engine has evicted it since the place was listed."""
 
 
 @dataclass(slots=True)
@@ -83,8 +88,19 @@ class Catalog:
 
 
 def read_catalog(place: Place, tell: Tell = lambda _: None) -> Catalog:
-    """List a place. Raises TierError."""
+    """List a place. Engines may be writing to it: what seems to go on from nothing is looked for in a second list.
+
+    Raises TierError.
+    """
     catalog = Catalog()
+    _list_into(catalog, place, tell)
+    if catalog.orphans():
+        _list_into(catalog, place, lambda _: None)
+    return catalog
+
+
+def _list_into(catalog: Catalog, place: Place, tell: Tell) -> None:
+    catalog.foreign = []
     for item in place.list():
         tell(1)
         found = parse_path(item.path)
@@ -92,12 +108,13 @@ def read_catalog(place: Place, tell: Tell = lambda _: None) -> Catalog:
             catalog.foreign.append(item)
             continue
         entry = Entry(item, *found)
+        if entry.name in catalog.entries:
+            continue
         catalog.entries[entry.name] = entry
         if entry.kind == Kind.ROWS.value:
             catalog.rows[entry.name[:PARENT_DIGITS]] = entry
         if entry.parent is not None:
             catalog.children.setdefault(entry.parent, []).append(entry.name)
-    return catalog
 
 
 def read_headers(place: Place, entries: Iterable[Entry], tell: Tell = lambda _: None) -> None:
@@ -109,7 +126,7 @@ def read_headers(place: Place, entries: Iterable[Entry], tell: Tell = lambda _: 
         try:
             head = place.read_start(entry.item.path, HEAD_BYTES)
             if head is None:
-                entry.problem = "it went while it was looked for"
+                entry.problem = GONE
             else:
                 entry.header = parse_header(head)[0]
         except DamagedSegment as error:
@@ -117,10 +134,10 @@ def read_headers(place: Place, entries: Iterable[Entry], tell: Tell = lambda _: 
 
 
 def read_segment(place: Place, entry: Entry) -> torch.Tensor:
-    """A segment's bytes, all of them checked. Raises DamagedSegment, TierError."""
+    """A segment's bytes, all of them checked. Raises GoneSegment, DamagedSegment, TierError."""
     buffer = place.read(entry.item.path)
     if buffer is None:
-        raise DamagedSegment("it went while it was looked for")
+        raise GoneSegment(GONE)
     entry.header = check_whole(buffer, entry.name)
     parent = entry.header.parent_name
     if (parent and parent[:PARENT_DIGITS]) != entry.parent:
@@ -169,6 +186,10 @@ def verify(place: Place, tell: Tell = lambda _: None, salt: str = "") -> Verdict
         except OtherFormat:
             verdict.other.append(entry.item)
             verdict.segments -= 1
+            continue
+        except GoneSegment:
+            verdict.segments -= 1
+            verdict.nbytes -= entry.item.nbytes
             continue
         except DamagedSegment as error:
             entry.problem = str(error)

@@ -69,7 +69,11 @@ class Ledger:
                 if name in self._entries:
                     doomed = self._entries[name].doomed
                     return PutResult(PutStatus.REFUSED if doomed else PutStatus.ALREADY_THERE, tuple(evicted))
-                lacking = self._usage.take(nbytes, self.budget_bytes)
+                try:
+                    lacking = self._usage.take(nbytes, self.budget_bytes)
+                except TierError as error:
+                    error.evicted = tuple(evicted)
+                    raise
                 if not lacking:
                     self._enter(name, nbytes, link, complete=False)
                     return PutResult(PutStatus.KEPT, tuple(evicted))

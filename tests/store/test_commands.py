@@ -13,9 +13,11 @@ import pytest
 
 from holdover.cli import app
 from holdover.errors import HoldoverError
+from holdover.store.catalog import read_catalog, to_collect, verify
 from holdover.store.command import age, parse_age, parse_place
 from holdover.store.encryption import Cipher
 from holdover.store.objects import bucket_tier, disk_tier
+from holdover.store.place import folder_place
 from tests.copies import copies
 from tests.engine.harness import Bench
 from tests.s3 import BUCKET, S3
@@ -124,6 +126,24 @@ def test_verify_needs_a_tenants_salt_to_check_addresses(tmp_path: Path) -> None:
     assert store("verify", tmp_path)["addresses_checked"] == 0
     checked = store("verify", tmp_path, "--salt", "tenant")
     assert checked["addresses_checked"] == checked["segments"]
+
+
+def test_verify_and_gc_while_an_engine_saves_and_evicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path)
+    place = folder_place(tmp_path)
+    items = list(place.list())
+    root = next(item for item in items if ".0000000000000000.rows" in item.path)
+    lists = [[item for item in items if item is not root], items]  # a parent is written while the first list is made
+    monkeypatch.setattr(place, "list", lambda: lists.pop(0))
+    assert verify(place).whole
+    lists = [[item for item in items if item is not root], items]
+    assert to_collect(read_catalog(place)) == []
+    leaf = next(item for item in items if item.path.endswith(".snapshot"))
+    place.delete(leaf.path)  # evicted after the list was made
+    lists = [items]
+    verdict = verify(place)
+    assert verdict.whole
+    assert verdict.segments == len(items) - 1
 
 
 def test_gc_removes_the_oldest_leaf_first_and_another_models_state(tmp_path: Path) -> None:
