@@ -41,7 +41,7 @@ th, td {{ padding: .35rem .6rem; text-align: right; border-bottom: 1px solid #dd
 th:first-child, td:first-child {{ text-align: left; }}
 tr.holdover {{ background: #eaf5f0; font-weight: 600; }}
 .headline {{ display: flex; gap: 1rem; flex-wrap: wrap; }}
-.headline div {{ flex: 1 1 10rem; background: #f5f6f7; border-radius: .5rem; padding: .8rem 1rem; }}
+.headline div {{ flex: 1 1 8rem; background: #f5f6f7; border-radius: .5rem; padding: .8rem 1rem; }}
 .headline b {{ display: block; font-size: 1.7rem; }}
 code {{ background: #f1f1f1; padding: .1rem .3rem; border-radius: .2rem; }}
 </style><script>{plotly}</script></head><body>
