@@ -152,3 +152,18 @@ def test_rows_that_another_engine_has_put_in_place_of_evicted_ones_are_not_taken
     assert engine.tree.make_room(engine.pool.num_slots)
     assert engine.ask([*PROMPT, 1]) == expected(kind, [*PROMPT, 1], 4)
     assert theirs.read_bytes() == mine.read_bytes(), "it is whole, and somebody else's: nobody removes it"
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "dense"])
+def test_what_vanished_behind_a_tiers_back_is_saved_again_at_the_next_turn(kind: str, tmp_path: Path) -> None:
+    engine = Bench(Oracle(kind), tiers=(disk_tier(tmp_path, 16 << 20),), device_bytes=12 << 10, max_running=1)
+    engine.ask(PROMPT, 1)
+    files = set((tmp_path / "segments").rglob("*.*.*"))
+    for first in range(12):  # PROMPT leaves the device
+        engine.ask([first, *PROMPT], 1)
+    assert all(file.exists() for file in files)
+    for file in (tmp_path / "segments").rglob("*.*.*"):
+        file.unlink()
+    assert engine.ask(PROMPT, 1) == expected(kind, PROMPT, 1)
+    assert engine.engine.counters.tiers["disk"].segments_lost > 0
+    assert all(file.exists() for file in files if file.suffix == ".rows")
