@@ -44,7 +44,11 @@ def test_agents_on_several_servers_that_start_at_one_moment_share_their_prompt(k
         for server in servers:
             server.wait_for("holdover_saves_under_way", 0)
             computed += server.metric("holdover_prompt_tokens_computed_total")
-        assert computed <= SERVERS * len(SHARED) + own + AGENTS, "the shared prompt once per engine at most"
+        # A follower that comes when the first is past the branch point goes on from the last snapshot before it: of a
+        # recurrent state nobody could know that one would be wanted there.
+        late = SERVERS * SPACING if kind == "hybrid" else 0
+        once = SERVERS * len(SHARED) + own + AGENTS
+        assert computed <= once + late, "the shared prompt once per engine at most"
         counts = copies(tmp_path)
         assert set(counts.values()) == {1}
         assert len(counts) >= len(SHARED)
