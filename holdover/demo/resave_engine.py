@@ -28,7 +28,8 @@ def plan_whole(tree: PrefixTree, node: Node, context: PrefixContext) -> list[Sav
         return []
     jobs = [rows_job(tree, path, context, address, None, slots)]
     if node.snapshot_slots is not None:
-        jobs.append(snapshot_job(tree, node, context, address, jobs[0].saved))
+        # Without a parent: a tier keeps what others go on from, and old snapshots would keep old whole copies there.
+        jobs.append(snapshot_job(tree, node, context, address, None))
     return jobs
 
 
