@@ -199,10 +199,11 @@ def data_bytes(layout: Layout, kind: Kind, num_tokens: int) -> int:
 
 @lru_cache(maxsize=256)
 def _header_bytes(header: SegmentHeader, session: str, layout: Layout, checksum: str) -> bytes:
-    return _sealed_header(header, session, _arrays(layout, header.kind, header.end - header.start), checksum)
+    """`session` is the header's own: it tells headers apart that are otherwise equal."""
+    return _sealed_header(header, _arrays(layout, header.kind, header.end - header.start), checksum)
 
 
-def _sealed_header(header: SegmentHeader, session: str, arrays: dict[str, object], checksum: str) -> bytes:
+def _sealed_header(header: SegmentHeader, arrays: dict[str, object], checksum: str) -> bytes:
     metadata = {
         "format": FORMAT,
         "kind": header.kind.value,
@@ -214,7 +215,7 @@ def _sealed_header(header: SegmentHeader, session: str, arrays: dict[str, object
         "tip": header.tip.hex(),
         "start": str(header.start),
         "end": str(header.end),
-        **({"session": session} if session else {}),
+        **({"session": header.session} if header.session else {}),
         "checksum": checksum,
     }
     text = json.dumps({"__metadata__": metadata, **arrays}, separators=(",", ":")).encode()
@@ -362,10 +363,10 @@ def reseal(buffer: torch.Tensor, header: SegmentHeader) -> torch.Tensor:
             parts.append(part)
             position += len(part)
         data = torch.cat(parts)
-    blank = _sealed_header(header, header.session, entries, NO_CHECKSUM)
+    blank = _sealed_header(header, entries, NO_CHECKSUM)
     digest = xxh3_128(blank)
     digest.update(data.numpy().data)
-    head = _sealed_header(header, header.session, entries, digest.hexdigest())
+    head = _sealed_header(header, entries, digest.hexdigest())
     return torch.cat([torch.from_numpy(np.frombuffer(head, dtype=np.uint8).copy()), data])
 
 

@@ -71,6 +71,11 @@ def age(seconds: float) -> str:
     return "0s"
 
 
+def printable(text: str) -> str:
+    """A client's text for a terminal: nothing in it is a command."""
+    return "".join(each if each.isprintable() else "?" for each in text)
+
+
 class Session:
     """One run of a command: where it looks, and how it speaks. `as_json`: only JSON on standard output."""
 
@@ -78,8 +83,8 @@ class Session:
         self.config = parse_place(place)
         self.key = read_key(key_file, os.environ.get("HOLDOVER_ENCRYPTION_KEY"))
         self.as_json = as_json
-        self.console = Console(stderr=as_json)
-        self.errors = Console(stderr=True)
+        self.console = Console(stderr=as_json, markup=False)
+        self.errors = Console(stderr=True, markup=False)
 
     def place(self) -> Place:
         return open_place(self.config, self.key)
@@ -114,7 +119,7 @@ class Session:
 
     def say(self, text: str) -> None:
         if not self.as_json:
-            self.console.print(text, highlight=False, soft_wrap=True)
+            self.console.print(printable(text), highlight=False, soft_wrap=True)
 
     def show(self, body: dict[str, Any]) -> None:
         if self.as_json:
@@ -156,8 +161,8 @@ def list_segments(run: Session, every_segment: bool, limit: int) -> int:
             span = entry.problem if header is None else f"{header.start:,} to {header.end:,}"
             table.add_row(
                 entry.name[:NAME_DIGITS], entry.kind, span, format_bytes(entry.item.nbytes),
-                age(now - entry.item.modified), (header.session if header else "") or "",
-                (header.fingerprint[:8] if header else "") or "",
+                age(now - entry.item.modified), printable(header.session) if header else "",
+                printable(header.fingerprint[:8]) if header else "",
             )  # fmt: skip
         run.show({"place": place.shown, "segments": [_describe(entry) for entry in shown]})
         total = len(entries)
@@ -169,8 +174,8 @@ def list_segments(run: Session, every_segment: bool, limit: int) -> int:
         for history in chosen:
             table.add_row(
                 history.leaf.name[:NAME_DIGITS], f"{history.header.end:,}", f"{len(history.path)}",
-                format_bytes(history.nbytes), age(now - history.leaf.item.modified), history.header.session,
-                history.header.fingerprint[:8],
+                format_bytes(history.nbytes), age(now - history.leaf.item.modified), printable(history.header.session),
+                printable(history.header.fingerprint[:8]),
             )  # fmt: skip
         body = [
             {**_describe(history.leaf), "tokens": history.header.end, "rows_bytes": history.nbytes,

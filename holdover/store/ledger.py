@@ -46,8 +46,8 @@ class Ledger:
 
     `drop` removes a segment's bytes, and may take its time: it is called without the lock, so that nobody who only asks
     the books waits for it. Until it is done, the bytes count. Where it raises, they count on, and are dropped when next
-    room is needed or the segment is removed again. It returns how many bytes it has freed, or None for those that the
-    books say.
+    room is needed or the segment is removed again. It returns how many bytes it has freed, if it knows: where
+    usage is shared, that may be none, as another process was faster.
     """
 
     def __init__(self, budget_bytes: int, drop: Callable[[str], int | None], usage: Usage | None = None) -> None:
@@ -179,20 +179,20 @@ class Ledger:
             raise
         with self._lock:
             nbytes = self._entries.pop(name).nbytes
-        self._usage.give(nbytes if freed is None else freed)
+        self._usage.give(freed if freed is not None and self._usage.shared else nbytes)
 
     def complete(self, name: str) -> None:
         with self._lock:
             self._entries[name].complete = True
 
-    def adopt(self, name: str, nbytes: int, link: Link = ALONE, whatever_fits: bool = False) -> bool:
-        """Enter something that is there already. False if the budget has no room for it (unless `whatever_fits`, then
+    def adopt(self, name: str, nbytes: int, link: Link = ALONE, over_budget: bool = False) -> bool:
+        """Enter something that is there already. False if the budget has no room for it (unless `over_budget`, then
         `shrink` must follow), or it is being removed."""
         with self._lock:
             if name in self._entries:
                 self._entries[name].tip = link.tip[:PARENT_DIGITS]
                 return self._entries[name].readable
-            if whatever_fits and not self._usage.shared:
+            if over_budget and not self._usage.shared:
                 self._usage.give(-nbytes)
             elif not self._usage.shared and self._usage.take(nbytes, self.budget_bytes):
                 return False  # where usage is shared, who wrote it has taken the bytes

@@ -71,6 +71,3 @@ class MemoryTier:
 
     def used_bytes(self) -> int:
         return self._ledger.used_bytes
-
-    def close(self) -> None:
-        self._buffers.clear()

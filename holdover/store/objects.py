@@ -129,7 +129,7 @@ class ObjectTier:
             for item in sorted(self.place.list(), key=lambda item: item.modified):
                 name, parent = _identify(item.path)
                 if not self._ledger.knows(name):
-                    self._ledger.adopt(name, item.nbytes, Link("", parent, ""), whatever_fits=True)
+                    self._ledger.adopt(name, item.nbytes, Link("", parent, ""), over_budget=True)
                     new.append(name)
                 elif self._path(name) != item.path:  # one name lies in two places: nobody could tell which
                     self.place.delete(item.path)

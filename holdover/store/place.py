@@ -9,7 +9,7 @@ import secrets
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -82,8 +82,9 @@ class Place:
                 mark = None
         mine = None if self._cipher is None else self._cipher.key_id
         if mark is None and mine is not None and make:
-            with self._faults("writing to"):
-                obstore.put(self._store, KEY_MARK, mine.encode())
+            with self._faults("writing to"), suppress(AlreadyExistsError):  # then another process was faster
+                obstore.put(self._store, KEY_MARK, mine.encode(), mode="create", use_multipart=False)
+            self.check_key()
         elif mark is not None and mine is None:
             raise TierError(
                 f"the {self.kind} {self.shown} is encrypted. Give its key with --encryption-key-file or "
@@ -111,7 +112,7 @@ class Place:
             for folder, _, files in os.walk(self.folder / "segments"):
                 for file in files:
                     if STAGED.search(file):
-                        os.unlink(Path(folder) / file)
+                        (Path(folder) / file).unlink(missing_ok=True)
                         count += 1
         return count
 
@@ -169,7 +170,7 @@ class Place:
         except FileNotFoundError:
             return 0
         nbytes = staged.stat().st_size
-        staged.unlink()
+        staged.unlink(missing_ok=True)
         return nbytes
 
 

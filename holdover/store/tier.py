@@ -73,6 +73,3 @@ class Tier(Protocol):
 
     def used_bytes(self) -> int:
         """Bytes that count against the budget."""
-
-    def close(self) -> None:
-        """Let go of what the process holds of the place; nothing is asked of the tier any more."""

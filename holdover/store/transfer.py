@@ -5,6 +5,7 @@ where a segment goes, its own header says.
 """
 
 import io
+import os
 import tarfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +22,12 @@ from holdover.store.objects import ObjectTier
 from holdover.store.place import Place
 from holdover.store.tier import PutStatus
 
-MOST_SEGMENT_BYTES = 1 << 40
+PAX = tarfile.PAX_FORMAT
+
+
+def _private(path: str, flags: int) -> int:
+    """Open a file that only its owner can read: it holds what agents said."""
+    return os.open(path, flags, 0o600)
 
 
 @dataclass(slots=True)
@@ -41,7 +47,7 @@ def export_session(place: Place, segments: list[Entry], file: Path, tell: Tell =
     moved = Moved()
     staged = file.with_name(file.name + ".part")
     try:
-        with tarfile.open(staged, "w", format=tarfile.PAX_FORMAT) as tar:
+        with open(staged, "wb", opener=_private) as target, tarfile.open(None, "w", target, format=PAX) as tar:
             for entry in segments:
                 try:
                     buffer = read_segment(place, entry)
@@ -74,7 +80,7 @@ def import_session(tier: ObjectTier, file: Path, tell: Tell = lambda _: None, sa
     try:
         with tarfile.open(file, "r:") as tar:
             for info in tar:
-                if not info.isfile() or info.size > MOST_SEGMENT_BYTES:
+                if info.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or info.sparse is not None:
                     raise TierError(f"{file} is no exported session: it holds something else than segments.")
                 content = tar.extractfile(info)
                 assert content is not None

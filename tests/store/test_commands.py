@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 from typing import Any
@@ -314,3 +315,22 @@ def test_places_and_ages() -> None:
         parse_place("memory:1GiB")
     assert parse_age("1.5h") == 5400
     assert [age(seconds) for seconds in (0, 59, 7200, 15 * 86400)] == ["0s", "59s", "2h", "2w"]
+
+
+def test_what_a_client_calls_its_session_is_only_text(tmp_path: Path) -> None:
+    engine = bench("hybrid", disk_tier(tmp_path, 16 << 20))
+    name = "[/red]\x1b[2J[bold]"
+    engine.ask(PROMPT, 1, session=name)
+    assert "[/red]?[2J[bold]" in text("ls", tmp_path).replace("\n", "")
+    assert "[/red]?[2J[bold]" in text("ls", tmp_path, "--segments")
+    text("export", tmp_path, name, tmp_path / "x.tar")
+    assert (tmp_path / "x.tar").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_tar_that_holds_something_else_is_refused(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "link.tar", "w") as tar:
+        link = tarfile.TarInfo("segments")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        tar.addfile(link)
+    with pytest.raises(HoldoverError, match="something else"):
+        store("import", tmp_path / "there", tmp_path / "link.tar")
