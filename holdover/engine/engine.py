@@ -365,7 +365,7 @@ class Engine:
             if parent is not None and tree.graft(parent, found.tokens, saved, found.tier) is not None:
                 self.counters.tiers[found.tier].segments_found += 1
             return
-        node = tree.node_ending_at(root, tokens, header.end)
+        node = tree.node_ending_at(root, np.concatenate([tokens[: header.start], found.tokens]), header.end)
         if node is not None and tree.learn(node, saved, found.tier):
             self.counters.tiers[found.tier].segments_found += 1
 

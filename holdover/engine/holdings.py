@@ -6,7 +6,6 @@ from enum import Enum
 import numpy as np
 
 from holdover.engine.sequence import Sequence
-from holdover.state.address import as_tokens
 from holdover.state.node import Match, Node, Saved, path_to
 from holdover.state.pool import DevicePool, Slots
 from holdover.state.segment import Kind
@@ -14,9 +13,6 @@ from holdover.state.tree import PrefixTree
 from holdover.store.jobs import LoadJob, LoadPart
 
 GROWTH_RESERVE_TOKENS = 32  # kept free for each running sequence, so that admitting one does not preempt another
-
-
-NO_TOKENS = as_tokens([])  # window segments hold none
 
 
 class Taken(Enum):
@@ -58,7 +54,7 @@ class Holdings:
         to_load = sum(min(node.end, position) - node.start for node in lacking)
         keep = pool.slots_per_snapshot if position < length else 0
         need = (to_load + (length - position) + 1) * pool.slots_per_token + keep
-        windows = self._window_to_load(path, position - tree.layout.window)
+        windows = self._window_to_load(path, tree.layout.window_first(position))
         window_rows = sum(last - first for _, (_, first, last) in windows) + self.window_rows(length - position + 1)
         need += window_rows * pool.slots_per_window_row
         least = self.slots_for(length + 1) - pool.slots_per_snapshot + keep
@@ -88,7 +84,8 @@ class Holdings:
 
     def window_rows(self, num_tokens: int) -> int:
         """Window rows that a sequence needs of its own to be fed `num_tokens` tokens: those of use, and of one step."""
-        return min(num_tokens, self.tree.layout.window + self.max_batch_tokens) if self.tree.layout.window else 0
+        layout = self.tree.layout
+        return min(num_tokens, layout.window + layout.window_block - 1 + self.max_batch_tokens) if layout.window else 0
 
     def slots_for(self, num_tokens: int) -> int:
         """The most slots that a request with so many tokens, its answer included, can need at once."""
@@ -123,7 +120,7 @@ class Holdings:
         table: list[Slots] = []
         job: LoadJob | None = None
         snapshot = self._snapshot_for(node, position, length)
-        sequence.window_start = max(0, position - self.tree.layout.window)
+        sequence.window_start = self.tree.layout.window_first(position)
         windows = self._window_to_load(path, sequence.window_start)
         if lacking or windows or isinstance(snapshot, Saved):
             job = LoadJob(parts, snapshot if isinstance(snapshot, Saved) else None, live_row, sequence)
@@ -137,7 +134,8 @@ class Holdings:
             parts.append(LoadPart(each.rows, each, each.start, each.end, slots, each.tokens))
             table.append(slots)
         for each, (saved, first, last) in windows:
-            parts.append(LoadPart(saved, each, first, last, self._allocate_window(last - first), NO_TOKENS))
+            ids = each.tokens[first - each.start : last - each.start]
+            parts.append(LoadPart(saved, each, first, last, self._allocate_window(last - first), ids))
         table.append(self._allocate_rows(length - position))
         filled = np.concatenate(table)
         sequence.table = np.empty(len(sequence.tokens), dtype=np.int64)
@@ -252,7 +250,7 @@ class Holdings:
         sequence.position += num_tokens
         if not self.pool.slots_per_window_row:
             return
-        start = sequence.position - self.tree.layout.window
+        start = self.tree.layout.window_first(sequence.position)
         own = max(sequence.window_start, sequence.window_shared)
         if start > own:
             sequence.window_spare.append(sequence.window[own:start].copy())

@@ -47,7 +47,8 @@ class Runner:
             assert sequence.live_row is not None
             window = None
             if windowed:
-                window = torch.from_numpy(sequence.window[sequence.window_start : last]).to(device)
+                read_from = max(0, first - self.pool.layout.window)
+                window = torch.from_numpy(sequence.window[read_from:last]).to(device)
             sequences.append(BatchSequence(table, work.num_tokens, sequence.live_row, window))
         padding = np.zeros(self._padding(sum(work.num_tokens for work in works)), dtype=np.int64)
         return Batch(

@@ -10,7 +10,7 @@ def check_integrity(tree: PrefixTree, other_slots: Slots | None = None) -> None:
     """Raise AssertionError if any invariant is broken. `other_slots` are those that sequences own themselves."""
     held = [tree.pool.free_slots()] if other_slots is None else [tree.pool.free_slots(), other_slots]
     listed, leaves, superseded, unleased_tokens, unleased_window_rows, leased_snapshots = tree.books()
-    window = tree.layout.window
+    most_rows = tree.layout.window + tree.layout.window_block - 1
     num_nodes = -tree.num_roots
     for node in tree.nodes():
         num_nodes += 1
@@ -45,7 +45,7 @@ def check_integrity(tree: PrefixTree, other_slots: Slots | None = None) -> None:
         if node.window is not None:
             unleased_window_rows -= len(node.window) if node.leases == 0 else 0
             assert node.slots is not None, "window rows of tokens whose rows are not on the device"
-            assert 0 < len(node.window) <= min(window, len(node.tokens)), "more window rows than can be of use"
+            assert 0 < len(node.window) <= min(most_rows, len(node.tokens)), "more window rows than can be of use"
             held.append(node.window.reshape(-1))
         for saved in (node.rows, node.snapshot, *node.windows_saved):
             assert saved is None or node in tree.saved.holders(saved), "a saved segment does not know its holder"

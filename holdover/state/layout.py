@@ -137,6 +137,16 @@ class Layout:
         """
         return not self.window and all(spec.name == LAST_HIDDEN for spec in self.snapshot_arrays)
 
+    @property
+    def window_block(self) -> int:
+        """Window rows are kept and saved from multiples of this on: the largest power of two in half a window."""
+        return 1 << max(1, self.window // 2).bit_length() - 1
+
+    def window_first(self, position: int) -> int:
+        """The first window row that is kept for whoever goes on from `position`: with all that the next token reads,
+        the rest of its block, so that everyone who saves a block begins it at the same row."""
+        return max(0, position - self.window) // self.window_block * self.window_block
+
     def describe(self) -> list[dict[str, object]]:
         """Every array with its place: what another program needs to read the state."""
         places = [

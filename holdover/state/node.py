@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from holdover.state.address import Tokens
+from holdover.state.layout import Layout
 from holdover.state.pool import Slots
 from holdover.state.segment import Kind, segment_name
 
@@ -109,6 +110,11 @@ class Node:
                 start = parts[-1][1]
         return parts
 
+    def window_before(self, position: int) -> Saved | None:
+        """The window segment that ends at `position`, which lies in the node or where it starts."""
+        holder = self if position > self.start or self.parent is None else self.parent
+        return next((saved for saved in holder.windows_saved if saved.end == position), None)
+
     @property
     def window_from(self) -> int:
         """First position from which the window rows are whole up to the node's end, on the device or saved."""
@@ -151,15 +157,15 @@ def path_to(node: Node) -> list[Node]:
     return path[::-1]
 
 
-def live_windows(node: Node, window: int) -> Iterator[tuple[Node, int]]:
+def live_windows(node: Node, layout: Layout) -> Iterator[tuple[Node, int]]:
     """From `node` up to the root's child: each node with the first position of it whose window row is still of use.
 
-    A row is of use to whoever goes on where `node` ends, at a kept snapshot, or below a branch: `window` rows before
-    such a position, and all from there on to the next.
+    A row is of use to whoever goes on where `node` ends, at a kept snapshot, or below a branch: a window of rows before
+    such a position, with the beginning of their block, and all from there on to the next.
     """
-    live = node.end - window
+    live = layout.window_first(node.end)
     while node.parent is not None:
         if node.snapshot_available or len(node.children) > 1:
-            live = node.end - window
+            live = layout.window_first(node.end)
         yield node, max(node.start, live)
         node = node.parent

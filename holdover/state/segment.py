@@ -1,7 +1,7 @@
 """Segments: saved state as one safetensors file each, complete and unaltered or refused.
 
-A *rows* segment holds the token state of tokens `[start, end)` of one prefix, and these token ids. A *snapshot* segment
-holds the snapshot state at `end`, a *window* segment the sliding-window rows of `[start, end)`. They are kept apart
+A *rows* segment holds the token state of tokens `[start, end)` of one prefix, and these token ids; a *window* segment
+their sliding-window rows, and the ids too. A *snapshot* segment holds the snapshot state at `end`. They are kept apart
 because they live unlike lives: see docs/design/segments.md.
 The format is in docs/format.md. Encoding makes one buffer and one copy; decoding makes none.
 """
@@ -22,7 +22,7 @@ from xxhash import xxh3_128
 from holdover.state.address import Tokens
 from holdover.state.layout import ArraySpec, Layout
 
-FORMAT = "holdover-segment/3"
+FORMAT = "holdover-segment/4"
 NO_CHECKSUM = "0" * 32
 CHECKSUM = re.compile("[0-9a-f]{32}")
 BLOCK_BYTES = 256 << 10  # hashed and copied while they are in the processor's cache
@@ -50,7 +50,7 @@ class OtherFormat(DamagedSegment):
 
 
 class Link(NamedTuple):
-    """How a segment hangs together with others: its tip, and name and tip of the rows segment that it goes on from."""
+    """How a segment hangs together with others: its tip, and name and tip of the segment that it goes on from."""
 
     tip: str
     parent: str | None
@@ -61,11 +61,14 @@ class Link(NamedTuple):
 class SegmentHeader:
     """Everything about a segment but its arrays.
 
-    space: address of position 0, which names the model and the tenant. address: of rows, of the prefix up to and with
-    their first token (position `start + 1`); of a snapshot or window, of position `end`. parent: address of the rows
-    segment that holds token `start - 1` (for a snapshot or window: token `end - 1`), or `space` if there is none. tip:
-    address of position `end`; parent_tip: the parent's, as another segment of the parent's name may end elsewhere. A
-    snapshot has start == end. session: the client's own name for the session that saved it, for people and tools only.
+    space: address of position 0, which names the model and the tenant. address: of rows and windows, of the prefix up
+    to and with their first token (position `start + 1`); of a snapshot, of position `end`. parent: address of the
+    segment that this one goes on from, or `space` if there is none: of rows and snapshots, the rows segment that holds
+    token `start - 1`; of a window, the window segment of the same block and the same rows segment that ends at `start`
+    (parent_window), else the rows segment that holds its tokens. tip: address of position `end`; parent_tip: the
+    parent's, as another segment of the parent's name may end elsewhere. A snapshot has start == end. block: of a
+    window, the layout's `window_block`; it lies in one such block. session: the client's own name for the session that
+    saved it, for people and tools only.
     """
 
     kind: Kind
@@ -77,6 +80,8 @@ class SegmentHeader:
     tip: bytes
     start: int
     end: int
+    parent_window: bool = False
+    block: int = 0
     session: str = field(default="", compare=False)
 
     @property
@@ -90,8 +95,9 @@ class SegmentHeader:
 
     @property
     def parent_name(self) -> str | None:
-        """Name of the rows segment that this one goes on from, if any."""
-        return None if self.parent == self.space else segment_name(Kind.ROWS, self.parent)
+        """Name of the segment that this one goes on from, if any."""
+        kind = Kind.WINDOW if self.parent_window else Kind.ROWS
+        return None if self.parent == self.space else segment_name(kind, self.parent)
 
 
 def segment_name(kind: Kind, address: bytes) -> str:
@@ -103,8 +109,8 @@ def segment_name(kind: Kind, address: bytes) -> str:
 class Segment:
     """A decoded segment; its arrays are views of the buffer it was decoded from.
 
-    tokens: uint32 [end - start] (rows segments). rows: uint8 [end - start, bytes_per_token] (rows segments) or [end -
-    start, bytes_per_window_row] (window segments); snapshot: uint8 [bytes_per_snapshot] (snapshot segments).
+    tokens: uint32 [end - start] (none of snapshots). rows: uint8 [end - start, bytes_per_token] (rows segments) or [end
+    - start, bytes_per_window_row] (window segments); snapshot: uint8 [bytes_per_snapshot] (snapshot segments).
     """
 
     header: SegmentHeader
@@ -167,18 +173,15 @@ def _arrays(layout: Layout, kind: Kind, num_tokens: int) -> dict[str, object]:
             }
             for part in layout.snapshot_fields
         }
-    if kind is Kind.WINDOW:
-        nbytes = layout.bytes_per_window_row
-        dtype, length = _row_array(layout.window_arrays, nbytes)
-        return {"rows": {"dtype": dtype, "shape": [num_tokens, length], "data_offsets": [0, num_tokens * nbytes]}}
-    dtype, length = _row_array(layout.token_arrays, layout.bytes_per_token)
+    nbytes = state_bytes(layout, kind)
+    dtype, length = _row_array(layout.window_arrays if kind is Kind.WINDOW else layout.token_arrays, nbytes)
     rows_start = num_tokens * 4
     return {
         "tokens": {"dtype": "U32", "shape": [num_tokens], "data_offsets": [0, rows_start]},
         "rows": {
             "dtype": dtype,
             "shape": [num_tokens, length],
-            "data_offsets": [rows_start, rows_start + num_tokens * layout.bytes_per_token],
+            "data_offsets": [rows_start, rows_start + num_tokens * nbytes],
         },
     }
 
@@ -192,9 +195,7 @@ def data_bytes(layout: Layout, kind: Kind, num_tokens: int) -> int:
     """Bytes of a segment's arrays, without its header."""
     if kind is Kind.SNAPSHOT:
         return layout.bytes_per_snapshot
-    if kind is Kind.WINDOW:
-        return num_tokens * layout.bytes_per_window_row
-    return num_tokens * (4 + layout.bytes_per_token)
+    return num_tokens * (4 + state_bytes(layout, kind))
 
 
 @lru_cache(maxsize=256)
@@ -215,6 +216,8 @@ def _sealed_header(header: SegmentHeader, arrays: dict[str, object], checksum: s
         "tip": header.tip.hex(),
         "start": str(header.start),
         "end": str(header.end),
+        **({"parent_kind": Kind.WINDOW.value} if header.parent_window else {}),
+        **({"block": str(header.block)} if header.kind is Kind.WINDOW else {}),
         **({"session": header.session} if header.session else {}),
         "checksum": checksum,
     }
@@ -244,7 +247,7 @@ def encode(
     block_bytes: int = BLOCK_BYTES,
 ) -> torch.Tensor:
     """Make a segment: uint8 [bytes]. `fill(place, first)` writes rows from `first` on into `place`, uint8 [rows, bytes
-    of one]; of a snapshot all of it, uint8 [bytes]. `tokens` are the ids of `[start, end)` for a rows segment.
+    of one]; of a snapshot all of it, uint8 [bytes]. `tokens` are the ids of `[start, end)`, but for a snapshot.
     """
     blank = _header_bytes(header, header.session, layout, NO_CHECKSUM)
     num_tokens = header.end - header.start
@@ -252,9 +255,9 @@ def encode(
     whole = buffer.numpy()
     data_start = len(blank)
     digest = xxh3_128(blank)
-    if header.kind is Kind.ROWS:
+    if header.kind is not Kind.SNAPSHOT:
         if tokens is None or len(tokens) != num_tokens:
-            raise ValueError("a rows segment needs the ids of exactly its tokens")
+            raise ValueError("a segment of rows needs the ids of exactly its tokens")
         whole[data_start : data_start + 4 * num_tokens] = np.frombuffer(tokens.tobytes(), dtype=np.uint8)
         digest.update(whole[data_start : data_start + 4 * num_tokens].data)
         data_start += 4 * num_tokens
@@ -296,6 +299,8 @@ def parse_header(start_of_file: memoryview | bytes) -> tuple[SegmentHeader, dict
             tip=bytes.fromhex(metadata["tip"]),
             start=int(metadata["start"]),
             end=int(metadata["end"]),
+            parent_window={"window": True, "rows": False}[metadata.get("parent_kind", "rows")],
+            block=int(metadata["block"]) if metadata["kind"] == Kind.WINDOW.value else 0,
             session=str(metadata.get("session", "")),
         )
         checksum = str(metadata["checksum"])
@@ -305,6 +310,10 @@ def parse_header(start_of_file: memoryview | bytes) -> tuple[SegmentHeader, dict
         raise DamagedSegment(f"the header cannot be read ({type(error).__name__})") from error
     if not 0 <= header.start <= header.end or len(header.address) != 32 or not CHECKSUM.fullmatch(checksum):
         raise DamagedSegment("the header's positions, address or checksum make no sense")
+    if header.kind is Kind.WINDOW and not (header.block > 0 and header.end <= header.start + header.block):
+        raise DamagedSegment("the header's block makes no sense")
+    if header.kind is Kind.WINDOW and header.start // header.block != (header.end - 1) // header.block:
+        raise DamagedSegment("it holds window rows of two blocks")
     if (header.kind is Kind.SNAPSHOT) != (header.start == header.end):
         raise DamagedSegment("the header's positions, address or checksum make no sense")
     return header, entries, 8 + length, checksum
@@ -323,6 +332,8 @@ def _checked_header(head: bytes, layout: Layout, fingerprint: str) -> tuple[Segm
         )
     if header.kind is Kind.WINDOW and not layout.window:
         raise DamagedSegment("it holds window rows, and this model has no sliding window")
+    if header.kind is Kind.WINDOW and header.block != layout.window_block:
+        raise DamagedSegment(f"it holds window rows of a block of {header.block}, and this layout's are others")
     if entries != _arrays(layout, header.kind, header.end - header.start):
         raise DamagedSegment("its arrays are not those of this layout")
     return header, checksum, head.replace(_checksum_entry(checksum), _checksum_entry(NO_CHECKSUM))
@@ -336,7 +347,7 @@ def check_whole(buffer: torch.Tensor, name: str) -> SegmentHeader:
         raise DamagedSegment(f"it is {header.name}, kept under the name of another")
     try:
         ends = [int(entry["data_offsets"][1]) for entry in entries.values()]  # type: ignore[index]
-        tokens = entries["tokens"]["data_offsets"] if header.kind is Kind.ROWS else None  # type: ignore[index]
+        tokens = None if header.kind is Kind.SNAPSHOT else entries["tokens"]["data_offsets"]  # type: ignore[index]
     except (KeyError, IndexError, TypeError, ValueError):
         raise DamagedSegment("its arrays make no sense") from None
     if len(whole) != data_start + max(ends, default=0) or tokens not in (None, [0, 4 * (header.end - header.start)]):
@@ -347,17 +358,19 @@ def check_whole(buffer: torch.Tensor, name: str) -> SegmentHeader:
 
 
 def reseal(buffer: torch.Tensor, header: SegmentHeader) -> torch.Tensor:
-    """A copy of a segment that has been checked, under another header. Of rows it holds those from `header.start` on:
-    the others are left out."""
+    """A copy of a segment that has been checked, under another header. Of rows and windows it holds those of
+    `[header.start, header.end)`: the others are left out."""
     old, entries, data_start, _ = parse_header(buffer.numpy().data)
-    assert header.kind is old.kind and header.end == old.end
+    assert header.kind is old.kind and old.start <= header.start <= header.end <= old.end
     data = buffer[data_start:]
-    if header.kind is Kind.ROWS and header.start > old.start:
-        count, left = old.end - old.start, header.end - header.start
+    if header.end - header.start < old.end - old.start:
+        left = header.end - header.start
         parts, position = [], 0
         for entry in entries.values():  # in the order of their bytes
             first, last = entry["data_offsets"]  # type: ignore[index]
-            part = data[last - (last - first) // count * left : last]
+            row_bytes = (last - first) // (old.end - old.start)
+            begin = first + row_bytes * (header.start - old.start)
+            part = data[begin : begin + row_bytes * left]
             entry["shape"][0] = left  # type: ignore[index]
             entry["data_offsets"] = [position, position + len(part)]  # type: ignore[index]
             parts.append(part)
@@ -385,7 +398,7 @@ def decode(buffer: torch.Tensor, layout: Layout, fingerprint: str, name: str, ch
     num_tokens = header.end - header.start
     if len(whole) != data_start + data_bytes(layout, header.kind, num_tokens):
         raise DamagedSegment("it is not as long as its arrays")
-    state_start = data_start + (4 * num_tokens if header.kind is Kind.ROWS else 0)
+    state_start = data_start + 4 * num_tokens
     row_bytes = 1 if header.kind is Kind.SNAPSHOT else state_bytes(layout, header.kind)
     seal = Seal(checksum, blank, whole[data_start:state_start], whole[state_start:], row_bytes)
     if check:

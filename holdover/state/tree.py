@@ -64,6 +64,7 @@ class PrefixTree:
         resume, resume_node = 0, root
         followed: bool | None = None
         anywhere, window, packed = self.layout.resumes_anywhere, self.layout.window, tokens.tobytes()
+        first_row = self.layout.window_first
         window_from = 0  # window rows are whole from there up to `position`
         while position < len(tokens):
             child = node.children.get(tokens.item(position))
@@ -78,7 +79,7 @@ class PrefixTree:
             if window and to_its_end:
                 child_from = child.window_from
                 window_from = child_from if child_from > child.start else window_from
-            kept = anywhere or (to_its_end and child.snapshot_available and window_from <= max(0, position - window))
+            kept = anywhere or (to_its_end and child.snapshot_available and window_from <= first_row(position))
             if whole and kept:
                 resume, resume_node = position, child
             node = child
@@ -329,7 +330,7 @@ class PrefixTree:
         """Free window rows on the path to `node` that are of no use any more, where it has at most so many leases."""
         if not self.layout.window:
             return
-        for each, live in live_windows(node, self.layout.window):
+        for each, live in live_windows(node, self.layout):
             useless = live - each.window_start
             if each.window is None or useless <= 0 or each.leases > leases:
                 continue
@@ -340,7 +341,7 @@ class PrefixTree:
 
     def _useless_windows(self, node: Node) -> list[Saved]:
         """Forget saved window segments on the path to `node` of which no row is of use any more; returns them."""
-        live = dict(live_windows(node, self.layout.window)) if self.layout.window else {}
+        live = dict(live_windows(node, self.layout)) if self.layout.window else {}
         useless = []
         for saved in dict.fromkeys(saved for each in live for saved in each.windows_saved):
             holders = self.saved.holders(saved)
@@ -427,7 +428,7 @@ class PrefixTree:
         if not path or not all(each.rows_available for each in path):
             return False
         known = self.saved.find(saved.name)
-        if known is not None and (known.start, known.end) != (saved.start, saved.end):
+        if known is not None and (known.start, known.end, known.tip) != (saved.start, saved.end, saved.tip):
             return False
         if known is None:
             self.saved.register(saved, path)

@@ -14,7 +14,7 @@ import torch
 from holdover.errors import TierError
 from holdover.state.address import AddressChain, Tokens, address_key
 from holdover.state.segment import DamagedSegment, Kind, OtherFormat, SegmentHeader, check_whole, parse_header
-from holdover.store.ledger import PARENT_DIGITS
+from holdover.store.ledger import parent_digits
 from holdover.store.objects import object_path, parse_path
 from holdover.store.place import Item, Place
 
@@ -45,18 +45,22 @@ class Entry:
 @dataclass(slots=True)
 class Catalog:
     """All segments of a place by name, and what else lies among them. foreign: objects that are no segments of this
-    version; children: names by the first digits of their parent's."""
+    version; children: names by what stands for their parent."""
 
     entries: dict[str, Entry] = field(default_factory=dict)
     foreign: list[Item] = field(default_factory=list)
     children: dict[str, list[str]] = field(default_factory=dict)
-    rows: dict[str, Entry] = field(default_factory=dict)  # by the first digits of their names
+    parents: dict[str, Entry] = field(default_factory=dict)  # rows and windows, by what stands for them
+
+    @property
+    def rows(self) -> list[Entry]:
+        return [entry for entry in self.parents.values() if entry.kind == Kind.ROWS.value]
 
     def parent_of(self, entry: Entry) -> Entry | None:
-        return None if entry.parent is None else self.rows.get(entry.parent)
+        return None if entry.parent is None else self.parents.get(entry.parent)
 
     def path(self, entry: Entry) -> list[Entry]:
-        """Rows segments from position 0 to `entry`, with it."""
+        """Segments from position 0 to `entry`, each the parent of the next."""
         path = [entry]
         while (parent := self.parent_of(path[-1])) is not None and len(path) <= len(self.entries):
             path.append(parent)
@@ -70,18 +74,18 @@ class Catalog:
         return found
 
     def children_of(self, entry: Entry) -> list[str]:
-        return self.children.get(entry.name[:PARENT_DIGITS], []) if entry.kind == Kind.ROWS.value else []
+        return self.children.get(parent_digits(entry.name) or "", [])
 
     def orphans(self) -> list[Entry]:
-        """What goes on, directly or not, from rows that are not there."""
-        lost = [e for e in self.entries.values() if e.parent is not None and e.parent not in self.rows]
+        """What goes on, directly or not, from a segment that is not there."""
+        lost = [e for e in self.entries.values() if e.parent is not None and e.parent not in self.parents]
         return [each for entry in lost for each in (entry, *self.below(entry))]
 
     def leaves(self) -> list[Entry]:
         """The last rows segment of each history, the most recently written first."""
         last = [
             entry
-            for entry in self.rows.values()
+            for entry in self.rows
             if not any(self.entries[name].kind == Kind.ROWS.value for name in self.children_of(entry))
         ]
         return sorted(last, key=lambda entry: -entry.item.modified)
@@ -111,8 +115,8 @@ def _list_into(catalog: Catalog, place: Place, tell: Tell) -> None:
         if entry.name in catalog.entries:
             continue
         catalog.entries[entry.name] = entry
-        if entry.kind == Kind.ROWS.value:
-            catalog.rows[entry.name[:PARENT_DIGITS]] = entry
+        if (digits := parent_digits(entry.name)) is not None:
+            catalog.parents[digits] = entry
         if entry.parent is not None:
             catalog.children.setdefault(entry.parent, []).append(entry.name)
 
@@ -140,13 +144,13 @@ def read_segment(place: Place, entry: Entry) -> torch.Tensor:
         raise GoneSegment(GONE)
     entry.header = check_whole(buffer, entry.name)
     parent = entry.header.parent_name
-    if (parent and parent[:PARENT_DIGITS]) != entry.parent:
+    if parent_digits(parent) != entry.parent:
         raise DamagedSegment("it lies under the name of another parent")
     return buffer
 
 
 def segment_tokens(buffer: torch.Tensor) -> Tokens:
-    """Token ids of a rows segment that has been checked."""
+    """Token ids of a segment of rows or windows that has been checked."""
     header, _, start, _ = parse_header(buffer.numpy().data)
     return np.frombuffer(buffer.numpy().data[start : start + 4 * (header.end - header.start)], dtype="<u4")
 
@@ -176,7 +180,7 @@ def verify(place: Place, tell: Tell = lambda _: None, salt: str = "") -> Verdict
     """
     catalog = read_catalog(place)
     verdict = Verdict(len(catalog.entries), sum(e.item.nbytes for e in catalog.entries.values()), other=catalog.foreign)
-    chains: dict[str, tuple[AddressChain, Tokens]] = {}  # of rows segments that others go on from
+    chains: dict[str, tuple[AddressChain, Tokens]] = {}  # of segments that others go on from
     lost = {id(entry) for entry in catalog.orphans()}
     for entry in _parents_first(catalog):
         tell(1)
@@ -205,7 +209,7 @@ def verify(place: Place, tell: Tell = lambda _: None, salt: str = "") -> Verdict
 
 def _parents_first(catalog: Catalog) -> Iterable[Entry]:
     """Depth first, so that few prefixes are held at a time."""
-    roots = [e for e in catalog.entries.values() if e.parent is None or e.parent not in catalog.rows]
+    roots = [e for e in catalog.entries.values() if e.parent is None or e.parent not in catalog.parents]
     seen: set[str] = set()
     stack = roots[::-1]
     while stack:
@@ -214,8 +218,7 @@ def _parents_first(catalog: Catalog) -> Iterable[Entry]:
             continue
         seen.add(entry.name)
         yield entry
-        if entry.kind == Kind.ROWS.value:
-            stack += [catalog.entries[name] for name in catalog.children.get(entry.name[:PARENT_DIGITS], ())][::-1]
+        stack += [catalog.entries[name] for name in catalog.children_of(entry)][::-1]
 
 
 def _check_address(
@@ -229,7 +232,7 @@ def _check_address(
     header = entry.header
     assert header is not None
     parent = catalog.parent_of(entry)
-    rows = header.kind is Kind.ROWS
+    rows = header.kind is not Kind.SNAPSHOT
     own = segment_tokens(buffer) if rows else np.empty(0, dtype="<u4")
     if parent is None:
         key = address_key(header.fingerprint, salt)
@@ -249,7 +252,7 @@ def _check_address(
         raise DamagedSegment("its tokens are not those that its address says")
     if chain.address(header.start + 1 if rows else header.end) != header.address:
         raise DamagedSegment("its name is not the address of its tokens")
-    if rows and entry.name[:PARENT_DIGITS] in catalog.children:
+    if catalog.children_of(entry):
         chains[entry.name] = (chain, tokens)
     return True
 
@@ -286,14 +289,14 @@ def find_history(place: Place, catalog: Catalog, wanted: str) -> list[Entry]:
     Returns rows in order, then the snapshots and windows that go on from them. Raises TierError if there is none, or
     more than one.
     """
-    by_name = [entry for entry in catalog.rows.values() if len(wanted) >= 6 and entry.name.startswith(wanted.lower())]
+    by_name = [entry for entry in catalog.rows if len(wanted) >= 6 and entry.name.startswith(wanted.lower())]
     if len(by_name) > 1:
         raise TierError(
             f"{len(by_name)} segments in {place.shown} have names that begin with {wanted}; give more digits."
         )
     if not by_name:
-        read_headers(place, catalog.rows.values())
-        own = [e for e in catalog.rows.values() if e.header is not None and e.header.session == wanted]
+        read_headers(place, catalog.rows)
+        own = [e for e in catalog.rows if e.header is not None and e.header.session == wanted]
         if not own:
             raise TierError(
                 f"{place.shown} has nothing of a session {wanted!r}, and no segment whose name begins so. "
@@ -303,12 +306,13 @@ def find_history(place: Place, catalog: Catalog, wanted: str) -> list[Entry]:
     path = catalog.path(by_name[0])
     if path[0].parent is not None:
         raise TierError(f"the beginning of {wanted} is not in {place.shown} any more.")
-    others = [
-        catalog.entries[name]
-        for entry in path
-        for name in catalog.children.get(entry.name[:PARENT_DIGITS], ())
-        if catalog.entries[name].kind != Kind.ROWS.value
-    ]
+    others: list[Entry] = []
+    for entry in path:
+        children = (catalog.entries[name] for name in catalog.children_of(entry))
+        along = [each for each in children if each.kind != Kind.ROWS.value]
+        for each in along:  # which grows
+            along += [catalog.entries[name] for name in catalog.children_of(each)]
+        others += along
     return path + others
 
 

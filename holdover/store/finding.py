@@ -1,8 +1,8 @@
 """Finding what other engines, or this one before it was restarted, have saved of a prompt: prefix by prefix, with no
 list of all that a tier keeps.
 
-Rows segments are named by the address just behind their first token. So whoever knows that a tier keeps `[0, p)` of a
-prompt knows the one name under which what follows can lie there. See docs/design/sharing.md.
+Segments of rows and windows are named by the address just behind their first token. So whoever knows that a tier keeps
+`[0, p)` of a prompt knows the one name under which what follows can lie there. See docs/design/sharing.md.
 """
 
 import logging
@@ -35,7 +35,7 @@ def look(tier: Tier, name: str, link: Link, context: PrefixContext) -> Found | N
         expected = (name, link[1:], context.fingerprint, context.space)
         if (header.name, header.link[1:], header.fingerprint, header.space) != expected:
             raise DamagedSegment("it is another's, kept under this name")
-        if header.kind is not Kind.ROWS:
+        if header.kind is Kind.SNAPSHOT:
             return Found(tier.name, header, np.empty(0, dtype="<u4"))
         needed = data_start + 4 * (header.end - header.start)
         if needed > len(head):
@@ -60,7 +60,8 @@ def find(tier: Tier, job: FindJob, layout: Layout) -> list[Found]:
 
 
 class _Search:
-    """One prompt in one tier. rows: (name, tip, position up to which it is the prompt's) from position 0 on."""
+    """One prompt in one tier. rows: (name, tip, position up to which it is the prompt's) from position 0 on; each
+    begins where the one before it ceases to be the prompt's."""
 
     def __init__(self, tier: Tier, job: FindJob, layout: Layout) -> None:
         self.tier = tier
@@ -77,14 +78,14 @@ class _Search:
     def run(self) -> list[Found]:
         found: list[Found] = []
         while self.position < len(self.tokens):
-            each = self._look(Kind.ROWS, self.position + 1, self.position)
-            if each is None or each.header.start != self.position:
+            each = self._look(Kind.ROWS, self.position, self._link(self.position))
+            if each is None:
                 break
             shared = common_length(each.tokens, self.tokens[self.position :])
             self.rows.append((each.header.name, each.header.tip, self.position + shared))
             found.append(each)
         for end in self._snapshot_positions() if self.layout.snapshot_fields else ():
-            snapshot = self._look(Kind.SNAPSHOT, end, end)
+            snapshot = self._look(Kind.SNAPSHOT, end, self._link(end))
             window = self._window(end) if snapshot is not None else None
             if snapshot is not None and window is not None:
                 return [*found, snapshot, *window]
@@ -107,19 +108,29 @@ class _Search:
     def _window(self, end: int) -> list[Found] | None:
         """The window rows that it takes to go on at `end`; None if the tier does not have them all."""
         found: list[Found] = []
-        first = max(0, end - self.layout.window)
-        while self.layout.window and end > first:
-            each = self._look(Kind.WINDOW, end, end)
+        position = self.layout.window_first(end) if self.layout.window else end
+        link = self._link(position + 1)
+        while position < end:
+            each = self._look(Kind.WINDOW, position, link)
             if each is None:
                 return None
             found.append(each)
-            end = each.header.start
+            position += common_length(each.tokens, self.tokens[position:])
+            rows_end = position in {last for _, _, last in self.rows}
+            if rows_end or position % self.layout.window_block == 0:
+                link = self._link(position + 1)
+            elif position < end and position < each.header.end:  # its rows would end here too
+                return None
+            else:
+                link = Link("", each.header.name, each.header.tip.hex())
         return found
 
-    def _look(self, kind: Kind, position: int, after: int) -> Found | None:
+    def _look(self, kind: Kind, position: int, link: Link) -> Found | None:
+        """What begins (a snapshot: lies) at a position."""
         context = self.job.context
-        found = look(self.tier, segment_name(kind, context.chain.address(position)), self._link(after), context)
-        if found is None or (kind is not Kind.ROWS and found.header.end != position):
+        named_at = position if kind is Kind.SNAPSHOT else position + 1
+        found = look(self.tier, segment_name(kind, context.chain.address(named_at)), link, context)
+        if found is None or found.header.start != position:
             return None
         nbytes = segment_bytes(found.header, self.layout)
         return found if self.tier.adopt(found.header.name, nbytes, found.header.link) else None

@@ -6,7 +6,7 @@ from enum import Enum
 from holdover.state.address import AddressChain, Tokens
 from holdover.state.node import Node, Saved
 from holdover.state.pool import Slots
-from holdover.state.segment import Kind, SegmentHeader
+from holdover.state.segment import SegmentHeader
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,7 @@ class SaveJob:
     @property
     def own_tokens(self) -> Tokens:
         """Ids that the segment itself holds: those of its rows."""
-        return self.context.tokens[
-            self.header.start : self.header.end if self.header.kind is Kind.ROWS else self.header.start
-        ]
+        return self.context.tokens[self.header.start : self.header.end]
 
     @property
     def prefix(self) -> Tokens:
@@ -54,7 +52,7 @@ class DeleteJob:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A segment that a tier was found to keep. tokens: ids of its rows (none for the other kinds)."""
+    """A segment that a tier was found to keep. tokens: ids of its rows (none for a snapshot)."""
 
     tier: str
     header: SegmentHeader

@@ -15,14 +15,22 @@ from holdover.store.usage import OwnUsage, Usage
 
 log = logging.getLogger(__name__)
 PARENT_DIGITS = 16  # of a name are enough to tell parents apart
-ROWS = ".rows"
+ROWS, WINDOW = ".rows", ".window"
+
+
+def parent_digits(name: str | None) -> str | None:
+    """What stands for a segment where others name it as their parent: the beginning of its name, for window segments
+    with a `w` in front. None for what can be nobody's parent, and for None."""
+    if name is None or not name.endswith((ROWS, WINDOW)):
+        return None
+    return f"w{name[: PARENT_DIGITS - 1]}" if name.endswith(WINDOW) else name[:PARENT_DIGITS]
 
 
 @dataclass(slots=True)
 class Entry:
     """A segment in the books. `complete` once it can be read; leases: readers at this moment; doomed: removed, but its
     bytes are still there; dropping: somebody is removing them just now; queued: it stands in the order of eviction.
-    parent: the beginning of the name of the rows that it goes on from; tip: the beginning of its own, if that is known.
+    parent: stands for the segment that it goes on from (`parent_digits`); tip: the beginning of its own, if known.
     """
 
     nbytes: int
@@ -109,7 +117,7 @@ class Ledger:
 
     def _enter(self, name: str, nbytes: int, link: Link, complete: bool) -> None:
         self._uses += 1
-        digits = None if link.parent is None else sys.intern(link.parent[:PARENT_DIGITS])
+        digits = None if link.parent is None else sys.intern(parent_digits(link.parent) or link.parent)
         self._entries[name] = Entry(nbytes, complete, digits, link.tip[:PARENT_DIGITS], self._uses)
         if digits is not None:
             self._children[digits] += 1
@@ -138,7 +146,7 @@ class Ledger:
             if entry is None:
                 continue
             entry.queued = False
-            digits = name[:PARENT_DIGITS] if name.endswith(ROWS) else None
+            digits = parent_digits(name)
             if digits is not None and self._children[digits] > gone[digits]:
                 self._waiting[digits] = name
                 continue  # it is queued again when the last of its children goes
@@ -227,28 +235,29 @@ class Ledger:
         return True
 
     def _descendants(self, name: str) -> list[str]:
-        if not (name.endswith(ROWS) and self._children[name[:PARENT_DIGITS]]):
+        digits = parent_digits(name)
+        if digits is None or not self._children[digits]:
             return []
         children: dict[str, list[str]] = {}
         for other, entry in self._entries.items():
             if entry.parent is not None:
                 children.setdefault(entry.parent, []).append(other)
-        found = [*children[name[:PARENT_DIGITS]]]
+        found = [*children[digits]]
         for other in found:  # which grows
-            found += children.get(other[:PARENT_DIGITS], ()) if other.endswith(ROWS) else ()
+            found += children.get(parent_digits(other) or "", ())
         return found
 
     def parent(self, name: str) -> str | None:
-        """The beginning of the name of what a segment goes on from, if it stands in the books and has one."""
+        """What stands for the segment that this one goes on from, if it is in the books and has one."""
         with self._lock:
             entry = self._entries.get(name)
             return None if entry is None else entry.parent
 
     def orphans(self) -> list[str]:
-        """What goes on from rows that are not here."""
+        """What goes on from a segment that is not here."""
         with self._lock:
-            rows = {name[:PARENT_DIGITS] for name in self._entries if name.endswith(ROWS)}
-            return [n for n, e in self._entries.items() if e.parent is not None and e.parent not in rows]
+            there = {parent_digits(name) for name in self._entries}
+            return [n for n, e in self._entries.items() if e.parent is not None and e.parent not in there]
 
     def abandon(self, name: str) -> None:
         """What was reserved could not be written."""

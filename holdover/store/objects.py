@@ -14,7 +14,7 @@ from holdover.config import format_bytes
 from holdover.errors import TierError
 from holdover.state.segment import Kind, Link, SegmentHeader
 from holdover.store.encryption import Cipher
-from holdover.store.ledger import PARENT_DIGITS, Ledger
+from holdover.store.ledger import PARENT_DIGITS, Ledger, parent_digits
 from holdover.store.place import Place, bucket_error, bucket_place, folder_error, folder_place
 from holdover.store.tier import ALONE, PutResult, PutStatus
 from holdover.store.usage import FolderUsage
@@ -31,11 +31,12 @@ def object_path(name: str, parent: str | None) -> str:
     """Where a segment lies. Segments are spread over 256 folders, and say whom they go on from: so a list of all paths
     is the whole tree. Names are digests that Holdover makes, never user input."""
     address, kind = name.split(".")
-    return f"segments/{name[:2]}/{address}.{ROOT if parent is None else parent[:PARENT_DIGITS]}.{kind}"
+    before = ROOT if parent is None else parent_digits(parent) or parent
+    return f"segments/{name[:2]}/{address}.{before}.{kind}"
 
 
 def parse_path(path: str) -> tuple[str, str | None] | None:
-    """Name of the segment that lies at a path, and the beginning of its parent's; None if it is no segment's path."""
+    """Name of the segment that lies at a path, and what stands for its parent; None if it is no segment's path."""
     parts = path.rsplit("/", 1)[-1].split(".")
     if len(parts) != 3 or len(parts[0]) != 64 or len(parts[1]) != PARENT_DIGITS or parts[2] not in KINDS:
         return None

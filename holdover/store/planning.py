@@ -38,13 +38,32 @@ def plan_delta(tree: PrefixTree, node: Node, context: PrefixContext) -> list[Sav
 def _window_jobs(tree: PrefixTree, node: Node, context: PrefixContext) -> list[SaveJob]:
     """Jobs that save the window rows on the path to `node` that are still of use and that no segment holds."""
     jobs: list[SaveJob] = []
-    for each, live in live_windows(node, tree.layout.window) if tree.layout.window else ():
+    block = tree.layout.window_block
+    live_nodes = list(live_windows(node, tree.layout)) if tree.layout.window else []
+    for each, live in reversed(live_nodes):
         if each.window is None or each.rows is None:
             continue
         for first, last in _uncovered(max(live, each.window_start), each.end, each.windows_saved):
-            slots = each.window[first - each.window_start : last - each.window_start]
-            jobs.append(window_job(tree, each, context, context.chain.address(last), first, last, slots))
+            for start in range(first - first % block, last, block):
+                jobs += _window_job(tree, each, context, max(first, start), min(last, start + block))
     return jobs
+
+
+def _window_job(tree: PrefixTree, node: Node, context: PrefixContext, first: int, last: int) -> list[SaveJob]:
+    """A job that saves the window rows `[first, last)`, of one block, of a node.
+
+    What lies of a block in one rows segment is a chain of window segments, each named by its first token. So who looks
+    for it knows the one name under which it can lie, and nothing lies twice.
+    """
+    assert node.rows is not None and node.window is not None
+    parent = node.rows
+    if first > max(node.rows.start, first - first % tree.layout.window_block):
+        before = node.window_before(first)
+        if before is None:  # what it would go on from is saved nowhere: nobody could find it
+            return []
+        parent = before
+    slots = node.window[first - node.window_start : last - node.window_start]
+    return [window_job(tree, node, context, context.chain.address(first + 1), first, last, slots, parent)]
 
 
 def _uncovered(first: int, last: int, segments: list[Saved]) -> list[tuple[int, int]]:
@@ -85,11 +104,18 @@ def snapshot_job(tree: PrefixTree, node: Node, context: PrefixContext, address: 
 
 
 def window_job(
-    tree: PrefixTree, node: Node, context: PrefixContext, address: bytes, first: int, last: int, slots: Slots
+    tree: PrefixTree,
+    node: Node,
+    context: PrefixContext,
+    address: bytes,
+    first: int,
+    last: int,
+    slots: Slots,
+    parent: Saved | None,
 ) -> SaveJob:
     """A job that saves the window rows `[first, last)` of a node; slots: [last - first, slots_per_window_row]."""
-    saved = Saved(Kind.WINDOW, address, first, last, address)
-    return _job(tree, saved, [node], context, node.rows, slots)
+    saved = Saved(Kind.WINDOW, address, first, last, context.chain.address(last))
+    return _job(tree, saved, [node], context, parent, slots)
 
 
 def _job(
@@ -106,6 +132,8 @@ def _job(
         tip=saved.tip,
         start=saved.start,
         end=saved.end,
+        parent_window=parent is not None and parent.kind is Kind.WINDOW,
+        block=tree.layout.window_block if saved.kind is Kind.WINDOW else 0,
         session=(context.session or "")[:MOST_SESSION_CHARACTERS],
     )
     return SaveJob(context, saved, header, slots, nodes[-1])

@@ -318,10 +318,21 @@ class Store:
                     break
             if result.ok and job.snapshot is not None:
                 result.ok = self._load_segment(job.snapshot, tiers, result, partial(self._place_snapshot, job))
+            if not result.ok:
+                self._tell_lost(job, tiers)
         except Exception:
             log.exception("loading failed; the request computes instead")
             result.ok = False
         return result
+
+    @staticmethod
+    def _tell_lost(job: LoadJob, tiers: list[Tier]) -> None:
+        """What else of a load is not where it was thought to be: so that it is not looked for again, one by one."""
+        for saved in job.segments:
+            for tier in tiers:
+                change = TierChange(Change.LOST, saved.name, tier.name)
+                if tier.name in saved.tiers and change not in job.changes and not tier.has(saved.name):
+                    job.changes.append(change)
 
     def _place(self, parts: list[LoadPart], segment: Segment) -> int:
         assert segment.rows is not None

@@ -105,10 +105,14 @@ class _Import:
         self.moved = Moved()
         self.tokens: Tokens = np.empty(0, dtype="<u4")
         self.places: list[tuple[int, SegmentHeader]] = []  # rows in the tier, with the position up to which they count
+        self.windows: list[tuple[int, SegmentHeader]] = []  # likewise
 
     def take(self, buffer: torch.Tensor, header: SegmentHeader) -> None:
         if header.kind is Kind.ROWS:
             self._take_rows(buffer, header)
+            return
+        if header.kind is Kind.WINDOW:
+            self._take_window(buffer, header)
             return
         parent = self._holder(header.end)
         if parent is None or header.end > len(self.tokens):
@@ -133,9 +137,7 @@ class _Import:
             there = self._put(buffer, wanted)
             if there is None:
                 return
-            shared = header.end - position
-            if there != wanted:
-                shared = common_length(self._ids(there), self.tokens[position:])
+            shared = self._shared(there, wanted)
             if not shared:  # it went while we looked
                 self.moved.refused += 1
                 return
@@ -144,6 +146,51 @@ class _Import:
             if position < header.end:
                 chain = self._chain(header)
                 wanted = replace(wanted, start=position, address=chain.address(position + 1))
+
+    def _take_window(self, buffer: torch.Tensor, header: SegmentHeader) -> None:
+        """Put in window rows, cut where the tier has cut the rows of their tokens."""
+        if not np.array_equal(segment_tokens(buffer), self.tokens[header.start : header.end]):
+            self.moved.refused += 1
+            return
+        position = header.start
+        while position < header.end:
+            inside = next((end for end, each in self.windows if each.start <= position < end), None)
+            if inside is not None:
+                position = inside
+                self.moved.shared += 1
+                continue
+            rows_start, rows_end, parent = self._rows_of(position)
+            in_chain = position > max(rows_start, position - position % header.block)
+            if in_chain:
+                parent = next((each for end, each in self.windows if end == position), None)
+            if parent is None:
+                self.moved.refused += 1
+                return
+            end = min(header.end, rows_end)
+            wanted = replace(
+                header, start=position, end=end, parent=parent.address, parent_tip=parent.tip, parent_window=in_chain
+            )
+            if (position, end) != (header.start, header.end):
+                chain = self._chain(header)
+                wanted = replace(wanted, address=chain.address(position + 1), tip=chain.address(end))
+            there = self._put(buffer, wanted)
+            if there is None:
+                return
+            shared = self._shared(there, wanted)
+            if not shared:  # it went while we looked
+                self.moved.refused += 1
+                return
+            position += shared
+            self.windows.append((position, there))
+
+    def _rows_of(self, position: int) -> tuple[int, int, SegmentHeader | None]:
+        """The rows segment in the tier that holds the token at a position, with the positions between which it does."""
+        start = 0
+        for end, header in self.places:
+            if position < end:
+                return start, end, header
+            start = end
+        return start, start, None
 
     def _chain(self, header: SegmentHeader) -> AddressChain:
         chain = AddressChain(address_key(header.fingerprint, self.salt), self.tokens)
@@ -157,6 +204,12 @@ class _Import:
     def _holder(self, position: int) -> SegmentHeader | None:
         """The rows segment in the tier that holds token `position - 1`."""
         return next((header for end, header in self.places if end >= position > 0), None)
+
+    def _shared(self, there: SegmentHeader, wanted: SegmentHeader) -> int:
+        """How many tokens of what lies in place of `wanted` are the session's."""
+        if there == wanted:
+            return wanted.end - wanted.start
+        return common_length(self._ids(there), self.tokens[wanted.start :])
 
     def _ids(self, header: SegmentHeader) -> Tokens:
         buffer = self.tier.place.read(self.tier.path_of(header))

@@ -47,8 +47,10 @@ class RunningServer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.stop()
+        if kind is not None:  # pytest shows it with the failure
+            print(*self.lines, sep="\n")
 
     def stop(self, how: int = signal.SIGINT) -> float:
         """End it; returns the seconds that took."""

@@ -33,7 +33,7 @@ class RecordingStore(Store):
 
     def save(self, job: SaveJob) -> None:
         header, prefixes = job.header, self.world.prefixes
-        mine = job.prefix[: header.start + 1 if header.kind is Kind.ROWS else header.end]
+        mine = job.prefix[: header.end if header.kind is Kind.SNAPSHOT else header.start + 1]
         prefix, space = prefixes.setdefault(header.address, (mine.copy(), header.space))
         assert np.array_equal(prefix, mine) and space == header.space, "law 5: one address for two prefixes"
         super().save(job)
@@ -72,7 +72,7 @@ class Host:
         if not probe.slots_per_token:
             budget = (3 + scenario.device_slots // 100) * probe.live_bytes + scenario.max_running * probe.live_bytes
         longest = scenario.longest()
-        window_rows = min(longest + 12, layout.window + scenario.max_batch_tokens) * max(
+        window_rows = min(longest + 12, layout.window + layout.window_block - 1 + scenario.max_batch_tokens) * max(
             1, scenario.device_slots // longest
         )
         budget += window_rows * probe.slots_per_window_row * probe.slot_bytes
@@ -94,11 +94,9 @@ class Host:
     def _make_tiers(self) -> list[SimulatedTier]:
         world, scenario = self.world, self.world.scenario
         tiers = []
-        restarts = any(fault.kind == "kill" and fault.target == self.index for fault in scenario.faults)
-        alone = (scenario.engines == 1 or not scenario.shared_objects) and not restarts
         if scenario.memory_bytes is not None:
             memory = MemoryTier(scenario.memory_bytes)
-            tiers.append(SimulatedTier(world, memory, f"memory tier of {self.name}", world.faults_of(0), alone))
+            tiers.append(SimulatedTier(world, memory, f"memory tier of {self.name}", world.faults_of(0)))
         if scenario.object_bytes is not None:
             index = len(tiers)
             if not scenario.shared_objects:
@@ -106,7 +104,7 @@ class Host:
                 place = old[0].inner.place._store if old else obstore.store.MemoryStore()  # type: ignore[attr-defined]
                 tier = SimulatedTier(
                     world, ObjectTier(Place(place, "objects"), scenario.object_bytes, "objects"),
-                    f"object tier of {self.name}", world.faults_of(index), alone,
+                    f"object tier of {self.name}", world.faults_of(index),
                 )  # fmt: skip
                 if old:
                     tier.bytes_put = old[0].bytes_put
@@ -116,7 +114,7 @@ class Host:
             else:
                 if world.shared is None:
                     inner = ObjectTier(Place(world.objects, "objects"), scenario.object_bytes, "objects")
-                    world.shared = SimulatedTier(world, inner, "object tier", world.faults_of(index), alone)
+                    world.shared = SimulatedTier(world, inner, "object tier", world.faults_of(index))
                 tiers.append(world.shared)
         return tiers
 
@@ -198,7 +196,7 @@ class Host:
         """Nothing is left over when all is said and done."""
         if not self.alive:
             return
-        engine, counters = self.engine, self.engine.counters
+        engine, counters, scenario = self.engine, self.engine.counters, self.world.scenario
         assert engine.idle, f"law 7: {self.name} is still busy: {engine.statistics(0).gauges}"
         assert self.tree.num_leases() == 0, f"law 6: {self.name} has {self.tree.num_leases()} leases left"
         assert len(self.engine.holdings._free_live_rows) == self.pool.max_running, "a live row is lost"
@@ -213,7 +211,8 @@ class Host:
             assert put == counted, (
                 f"law 8: {self.name} counts {counted} bytes put into the {tier.shown}, which took {put}"
             )
-            if tier.name in engine.audits and tier.alone and self.life == 1 and not world_vanishes(self.world):
+            hears_all = self.life == 1 and (scenario.engines == 1 or not scenario.shared_objects)
+            if tier.name in engine.audits and hears_all and not world_vanishes(self.world):
                 assert engine.audits[tier.name].max_copies <= 1, f"law 2: {self.name} counts copies in its {tier.name}"
                 assert counters.tiers[tier.name].bytes_new_state <= counters.tiers[tier.name].bytes_saved
         assert self.tree.make_room(self.pool.num_slots), "law 6: something unused can't be evicted"

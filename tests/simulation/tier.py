@@ -29,10 +29,9 @@ class Broken(RuntimeError):
 
 
 class SimulatedTier:
-    """Law 2, 3 and 6 are checked at every call. `alone`: only one engine, and only one life of it,
-    saves here, so that not even window rows may lie twice."""
+    """Law 2, 3 and 6 are checked at every call."""
 
-    def __init__(self, world: "World", inner: Tier, name: str, faults: list[Fault], alone: bool) -> None:
+    def __init__(self, world: "World", inner: Tier, name: str, faults: list[Fault]) -> None:
         self.world = world
         self.inner = inner
         self.name = inner.name
@@ -42,7 +41,6 @@ class SimulatedTier:
         self.shared = inner.shared
         self.opened = True
         self.faults = faults
-        self.alone = alone
         self.rng = random.Random(f"{world.scenario.seed} {name}")
         self.copies: Counter[int] = Counter()
         self.held: dict[str, list[int]] = {}
@@ -78,7 +76,7 @@ class SimulatedTier:
             buffer = make()
             parsed, _, data_start, _ = parse_header(buffer.numpy().data)
             header.append(parsed)
-            num_tokens = parsed.end - parsed.start if parsed.kind is Kind.ROWS else 0
+            num_tokens = parsed.end - parsed.start
             tokens.append(np.frombuffer(buffer.numpy().data[data_start : data_start + 4 * num_tokens], dtype="<u4"))
             self.world.require(len(buffer) == nbytes, "a segment is not as long as was announced")
             self._check_budget()
@@ -195,7 +193,7 @@ class SimulatedTier:
 
     def _added(self, header: SegmentHeader, tokens: np.ndarray) -> None:
         prefix, space = self.world.prefixes[header.address]
-        if header.kind is Kind.ROWS:
+        if header.kind is not Kind.SNAPSHOT:
             prefix = np.concatenate([prefix[: header.start], tokens])
         salt = int.from_bytes(space[:8], "little")
         if header.kind is not Kind.SNAPSHOT:
@@ -210,14 +208,13 @@ class SimulatedTier:
         self.held[name] = digests
         for digest in digests:
             self.copies[digest] += 1
-        if self.alone or not name.endswith(".window"):
-            twice = sum(self.copies[digest] > 1 for digest in digests)
-            others = [other for other in self.held if other != name and not set(digests).isdisjoint(self.held[other])]
-            self.world.require(
-                not twice,
-                f"law 2: {twice} positions of {short(name)} lie twice in the {self.shown}, also in "
-                + ", ".join(map(short, others)),
-            )
+        twice = sum(self.copies[digest] > 1 for digest in digests)
+        others = [other for other in self.held if other != name and not set(digests).isdisjoint(self.held[other])]
+        self.world.require(
+            not twice,
+            f"law 2: {twice} positions of {short(name)} lie twice in the {self.shown}, also in "
+            + ", ".join(map(short, others)),
+        )
 
     def _removed(self, name: str) -> None:
         for digest in self.held.pop(name, ()):

@@ -50,10 +50,10 @@ def snapshot_segment() -> tuple[torch.Tensor, SegmentHeader, torch.Tensor]:
     return encode(header, LAYOUT, lambda place, _: place.copy_(state)), header, state
 
 
-def window_segment(count: int = 5) -> tuple[torch.Tensor, SegmentHeader, torch.Tensor]:
-    header = SegmentHeader(Kind.WINDOW, "model", SPACE, ADDRESS, PARENT, PARENT, ADDRESS, 7, 7 + count)
+def window_segment(count: int = 4) -> tuple[torch.Tensor, SegmentHeader, torch.Tensor]:
+    header = SegmentHeader(Kind.WINDOW, "model", SPACE, ADDRESS, PARENT, PARENT, TIP, 8, 8 + count, block=4)
     rows = torch.randint(0, 256, (count, LAYOUT.bytes_per_window_row), dtype=torch.uint8)
-    return encode(header, LAYOUT, filling(rows)), header, rows
+    return encode(header, LAYOUT, filling(rows), as_tokens(range(count))), header, rows
 
 
 def test_window_rows_come_back_bit_for_bit() -> None:
@@ -72,6 +72,21 @@ def test_window_rows_are_not_served_to_a_model_without_windows() -> None:
     buffer, header, _ = window_segment()
     with pytest.raises(DamagedSegment, match="no sliding window"):
         decode(buffer, layout(), "model", header.name)
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "block", "why"),
+    [(8, 12, 2, "two blocks|no sense"), (7, 9, 4, "two blocks"), (8, 16, 8, "a block of 8"), (8, 12, 0, "no sense")],
+)
+def test_window_rows_of_other_blocks_are_refused(start: int, end: int, block: int, why: str) -> None:
+    """Whoever cuts them elsewhere could save them twice."""
+    header = SegmentHeader(
+        Kind.WINDOW, "model", SPACE, ADDRESS, PARENT, PARENT, TIP, start, end, parent_window=True, block=block
+    )
+    rows = torch.zeros(end - start, LAYOUT.bytes_per_window_row, dtype=torch.uint8)
+    buffer = encode(header, LAYOUT, filling(rows), as_tokens(range(end - start)))
+    with pytest.raises(DamagedSegment, match=why):
+        decode(buffer, LAYOUT, "model", header.name)
 
 
 def test_rows_come_back_bit_for_bit() -> None:
@@ -207,8 +222,8 @@ def test_decoding_copies_nothing() -> None:
 
 def test_another_format_is_told_from_damage() -> None:
     buffer, header, _ = rows_segment()
-    content = buffer.numpy().tobytes().replace(b"holdover-segment/3", b"holdover-segment/4")
-    with pytest.raises(OtherFormat, match="holdover-segment/4"):
+    content = buffer.numpy().tobytes().replace(b"holdover-segment/4", b"holdover-segment/3")
+    with pytest.raises(OtherFormat, match="holdover-segment/3"):
         decode(torch.frombuffer(bytearray(content), dtype=torch.uint8), LAYOUT, "model", header.name)
 
 

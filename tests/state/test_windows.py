@@ -97,7 +97,7 @@ class WindowMachine(RuleBasedStateMachine):
 
     def load(self, node: Node, position: int) -> bool:
         """Bring in what going on from `position` needs. False if there is no room."""
-        tree, first = self.tree, position - self.layout.window
+        tree, first = self.tree, self.layout.window_first(position)
         path = path_to(node)
         windows = [(each, part) for each in path if each.end > first for part in each.window_to_load(first)]
         rows = sum(len(each.tokens) for each in path if each.slots is None)
@@ -125,13 +125,13 @@ class WindowMachine(RuleBasedStateMachine):
         if not self.load(node, position):
             tree.release(node)
             return
-        first = max(0, position - self.layout.window)
+        first = self.layout.window_first(position)
         held = torch.zeros(position - first, 16, dtype=torch.uint8)
         self.pool.copy_window(tree.window_of(node, first), held)
         for i, row in enumerate(held):
             assert row.numpy().tobytes() == digest(wanted, first + i), f"window row {first + i} is another's"
         rest = len(wanted) - position
-        live = min(rest, self.layout.window)
+        live = min(rest, len(wanted) - self.layout.window_first(len(wanted)))
         if rest and tree.make_room(rest + live + self.pool.slots_per_snapshot):
             slots, window = self.pool.allocate(rest), self.pool.allocate_window(live)
             assert slots is not None
@@ -215,8 +215,9 @@ def test_a_long_chain_keeps_only_rows_that_are_of_use() -> None:
     kept = [node for node in machine.tree.nodes() if node.snapshot_slots is not None]
     on_device = sum(node.end - node.window_start for node in machine.tree.nodes())
     assert len(kept) < 12
-    assert on_device == 6 * len(kept)
-    assert sum(len(rows) for name, rows in machine.tier.items() if name.endswith("window")) == 6 * len(kept)
+    of_use = {row for node in kept for row in range(machine.layout.window_first(node.end), node.end)}
+    assert on_device == len(of_use) <= 7 * len(kept)
+    assert sum(len(rows) for name, rows in machine.tier.items() if name.endswith("window")) == len(of_use)
     for node in kept:
         assert node.window_from <= node.end - 6
 
@@ -228,13 +229,13 @@ def test_what_is_of_use() -> None:
     node, _ = tree.extend(tree.root(SPACE), as_tokens(range(20)), slots)
     upper = tree.split_at(node, 10)
     tree.split_at(node, 15)
-    assert [(each.start, live) for each, live in live_windows(node, 4)] == [(15, 16), (10, 16), (0, 16)]
+    assert [(each.start, live) for each, live in live_windows(node, tree.layout)] == [(15, 16), (10, 16), (0, 16)]
     tree.keep_snapshot(upper, tree.pool.allocate(tree.pool.slots_per_snapshot))  # type: ignore[arg-type]
-    assert [(each.start, live) for each, live in live_windows(node, 4)] == [(15, 16), (10, 16), (0, 6)]
+    assert [(each.start, live) for each, live in live_windows(node, tree.layout)] == [(15, 16), (10, 16), (0, 6)]
     middle = node.parent
     assert middle is not None
     tree.extend(middle, as_tokens([99]), tree.pool.allocate(1))  # type: ignore[arg-type]
-    assert [(each.start, live) for each, live in live_windows(node, 4)] == [(15, 16), (10, 11), (0, 6)]
+    assert [(each.start, live) for each, live in live_windows(node, tree.layout)] == [(15, 16), (10, 10), (0, 6)]
 
 
 def test_a_saved_window_is_used_as_far_as_it_goes() -> None:
