@@ -42,6 +42,7 @@ from holdover.store.queues import Store
 log = logging.getLogger(__name__)
 Event = Output | Failed
 FIND_FROM_TOKENS = 64
+MOST_AGAIN = 3  # times that a save is repeated which came before its parent
 
 
 class Engine:
@@ -393,11 +394,14 @@ class Engine:
 
     def _save_path(self, node: Node, context: PrefixContext) -> None:
         for job in self._plan_saves(self.tree, node, context):
-            self.tree.lease(job.node)
-            if job.header.kind is Kind.SNAPSHOT:
-                self.tree.lease_snapshot(job.node)
-            self._saves_under_way += 1
-            self.store.save(job)
+            self._submit(job)
+
+    def _submit(self, job: SaveJob) -> None:
+        self.tree.lease(job.node)
+        if job.header.kind is Kind.SNAPSHOT:
+            self.tree.lease_snapshot(job.node)
+        self._saves_under_way += 1
+        self.store.save(job)
 
     def _take_over(self, job: SaveJob, other: Found) -> None:
         """Another engine has saved this prefix, cut elsewhere: its segment counts, and what it lacks is saved."""
@@ -417,9 +421,13 @@ class Engine:
             parent = self.tree.saved.find(name)
             if parent is None:
                 continue
-            if parent.tip == tip:
+            current = self.tree.saved.find(job.saved.name) is job.saved
+            if parent.tip == tip and parent.pending and current and job.again < MOST_AGAIN:
+                job.again += 1  # its parent, saved anew after another's cut was taken over, comes after it: once more
+                self._submit(job)
+            elif parent.tip == tip:
                 self._forget(name, tier)
-            elif not done.kept and self.tree.saved.find(job.saved.name) is job.saved:  # it goes on from another now
+            elif not done.kept and current:  # it goes on from another now
                 self.tree.saved.drop(job.saved)
                 self._save_path(job.node, job.context)
         if job.header.kind is Kind.SNAPSHOT:

@@ -23,13 +23,15 @@ class PrefixContext:
 
 @dataclass(eq=False, slots=True)
 class SaveJob:
-    """One segment to be saved. slots: of its rows, window rows or snapshot. node: leased until the job is done."""
+    """One segment to be saved. slots: of its rows, window rows or snapshot. node: leased until the job is done. again:
+    how often it was submitted before, and came to a tier before what it goes on from did."""
 
     context: PrefixContext
     saved: Saved
     header: SegmentHeader
     slots: Slots
     node: Node
+    again: int = 0
 
     @property
     def own_tokens(self) -> Tokens:

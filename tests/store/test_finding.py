@@ -76,6 +76,34 @@ def test_two_that_save_one_prefix_at_the_same_moment_cut_unlike_keep_it_once(kin
     assert third.engine.counters.prompt_tokens_computed == 4
 
 
+@pytest.mark.parametrize("kind", ["hybrid", "dense", "mixed", "everything"])
+def test_all_of_several_agents_find_a_way_into_a_tier_where_another_engine_was_faster(
+    kind: str, tmp_path: Path
+) -> None:
+    """Another engine has saved what they share, and cut it elsewhere, while their saves were waiting: what goes on from
+    the shared part is saved anew, and what goes on from that in turn, in every tier."""
+    first = bench(kind, MemoryTier(16 << 20), disk_tier(tmp_path, 16 << 20))
+    second = bench(kind, MemoryTier(16 << 20), disk_tier(tmp_path, 16 << 20))
+    prompts = [[*PROMPT, *random.Random(number).choices(range(256), k=20 + number)] for number in range(5)]
+    before = second.store.save
+    held = []
+    second.store.save = held.append  # type: ignore[method-assign]
+    requests = [second.submit(prompt) for prompt in prompts[1:]]
+    while any(len(second.tokens(request)) < 4 for request in requests):
+        second.step()
+    first.ask(prompts[0])
+    second.store.save = before  # type: ignore[method-assign]
+    for job in held:
+        second.store.save(job)
+    second.run()
+    assert set(copies(tmp_path).values()) == {1}
+    third = bench(kind, disk_tier(tmp_path, 16 << 20))
+    for prompt in prompts:
+        longer = [*prompt, 9, 9]
+        assert third.ask(longer) == expected(kind, longer, 4)
+    assert third.engine.counters.prompt_tokens_computed == 2 * len(prompts)
+
+
 def test_another_models_state_is_left_alone(tmp_path: Path) -> None:
     bench("mixed", disk_tier(tmp_path, 16 << 20)).ask(PROMPT, 1)
     before = sorted(tmp_path.rglob("*.*"))
