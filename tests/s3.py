@@ -96,6 +96,7 @@ class FaultyS3:
         self.environment = environment(self.port)
         self.refuse, self.delay = 0, 0.0
         self.refused = self.passed = 0
+        self.authorizations: set[str] = set()  # that came with requests
         started = threading.Event()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, args=(started,), daemon=True)
@@ -116,6 +117,7 @@ class FaultyS3:
         self._loop.run_forever()
 
     async def _pass_on(self, request: web.Request) -> web.Response:
+        self.authorizations.add(request.headers.get("Authorization", ""))
         if self.refuse:
             self.refused += 1
             return web.Response(status=self.refuse, text="<Error><Code>SlowDown</Code></Error>")

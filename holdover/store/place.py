@@ -22,6 +22,7 @@ from obstore.store import LocalStore, ObjectStore, from_url
 
 from holdover.errors import TierError
 from holdover.store.encryption import Cipher
+from holdover.store.profiles import profile_options
 
 PROBE = "probe"
 KEY_MARK = "encryption"  # names the key of an encrypted place
@@ -196,17 +197,20 @@ def folder_error(folder: Path, kind: str, error: Exception) -> TierError:
 
 def bucket_place(url: str, kind: str = "bucket", cipher: Cipher | None = None) -> Place:
     """A bucket of S3, GCS or Azure, below the prefix in its URL. Credentials come from where the service's own tools
-    take them: environment, web identity, instance role. Raises TierError."""
-    unencrypted = any(os.environ.get(each, "").startswith("http://") for each in ENDPOINT_VARIABLES)
+    take them: environment, profile, web identity, instance role. Raises TierError."""
+    endpoint = next((os.environ[each] for each in ENDPOINT_VARIABLES if os.environ.get(each)), None)
+    profile = profile_options(url, endpoint is not None)
+    endpoint = endpoint or profile.get("config", {}).get("endpoint", "")
     try:
         store = from_url(
             url,
             client_options={
                 "timeout": REQUEST_TIMEOUT,
                 "connect_timeout": CONNECT_TIMEOUT,
-                "allow_http": unencrypted,  # only where the user names such a server
+                "allow_http": endpoint.startswith("http://"),  # only where the user names such a server
             },
             retry_config={"max_retries": MAX_RETRIES, "retry_timeout": RETRY_TIMEOUT},
+            **profile,
         )
         return Place(store, url, kind, cipher)
     except (OSError, ValueError, BaseError) as error:
@@ -217,7 +221,7 @@ def bucket_error(url: str, kind: str, error: Exception) -> TierError:
     """A bucket that can't be used."""
     return TierError(
         f"the {kind} {url} can't be used ({reason(error)}). Check the bucket's name and region, and the credentials "
-        "in the environment."
+        "in the environment or the profile."
     )
 
 

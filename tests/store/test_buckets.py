@@ -1,9 +1,11 @@
 """Buckets: the same tier on a real S3 server (moto's, over HTTP), through outages."""
 
 import re
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from holdover.errors import HoldoverError, TierError
 from holdover.store.objects import ObjectTier, bucket_tier
 from holdover.store.opening import open_tier
 from holdover.store.tier import PutStatus
-from tests.s3 import BUCKET, S3, s3_client
+from tests.s3 import BUCKET, S3, FaultyS3, s3_client
 
 NAME = "ab" * 32 + ".rows"
 
@@ -134,3 +136,60 @@ def test_what_tier_options_mean() -> None:
 def test_bad_tiers_are_refused_with_what_to_write(tiers: list[str], memory: str | None, words: str) -> None:
     with pytest.raises(HoldoverError, match=re.escape(words)):
         choose_tiers(tiers, memory, None)
+
+
+@pytest.fixture
+def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyS3]:
+    """A bucket whose credentials, region and address stand in a profile's files only."""
+    server = FaultyS3()
+    for name in (*server.environment, "AWS_PROFILE", "AWS_DEFAULT_REGION", "AWS_DEFAULT_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "credentials").write_text(
+        "[default]\naws_access_key_id = DEFAULTKEY\naws_secret_access_key = default-secret\n"
+        "[agents]\naws_access_key_id = AGENTSKEY\naws_secret_access_key = agents-secret\n"
+    )
+    endpoint = f"endpoint_url = http://127.0.0.1:{server.port}\nregion = eu-north-1\n"
+    (tmp_path / "config").write_text(f"[default]\n{endpoint}[profile agents]\n{endpoint}[profile bare]\n{endpoint}")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    yield server
+    server.close()
+
+
+@pytest.mark.parametrize(("name", "key"), [(None, "DEFAULTKEY"), ("agents", "AGENTSKEY")])
+def test_a_profile_gives_credentials_region_and_address(
+    name: str | None, key: str, profile: FaultyS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name is not None:
+        monkeypatch.setenv("AWS_PROFILE", name)
+    tier = bucket_tier(f"s3://{BUCKET}/of-{key}", 10_000, "s3")
+    assert tier.put(NAME, 100, lambda: content(100, 7)).status is PutStatus.KEPT
+    assert len(profile.authorizations) > 1
+    for each in profile.authorizations:
+        assert re.search(f"Credential={key}/\\d+/eu-north-1/s3/", each)
+
+
+def test_the_environment_goes_before_a_profile(profile: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in profile.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_PROFILE", "agents")
+    bucket_tier(f"s3://{BUCKET}/agents", 10_000, "s3")
+    assert all("Credential=tested/" in each for each in profile.authorizations)
+
+
+@pytest.mark.parametrize(("name", "why"), [("nobody", "could not be found"), ("bare", "has no credentials")])
+def test_a_profile_that_cannot_be_used_is_named(
+    name: str, why: str, profile: FaultyS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_PROFILE", name)
+    with pytest.raises(TierError, match=f"{name}.*{why}") as error:
+        bucket_tier(f"s3://{BUCKET}/agents", 10_000, "s3")
+    assert "secret" not in str(error.value)
+
+
+def test_a_profile_without_boto3_says_what_to_install(profile: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_PROFILE", "agents")
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    with pytest.raises(TierError, match=r"pip install 'holdover\[aws\]'"):
+        bucket_tier(f"s3://{BUCKET}/agents", 10_000, "s3")
