@@ -39,7 +39,7 @@ MUTANTS = [
         "return self.leases == 0 and self.device_children == 0 and self.slots is not None",
         "return self.leases == 0 and self.slots is not None",
     ),
-    Mutant("a save takes no lease", "engine/engine.py", "            self.tree.lease(job.node)\n", ""),
+    Mutant("a save takes no lease", "engine/engine.py", "        self.tree.lease(job.node)\n", ""),
     Mutant(
         "a snapshot under a lease is dropped", "state/eviction.py",
         "lambda node: node.superseded and not node.snapshot_leases", "lambda node: node.superseded",
@@ -113,6 +113,8 @@ MUTANTS = [
     Mutant("windows are saved from where they happen to begin", "state/layout.py", "max(0, position - self.window) // self.window_block * self.window_block", "max(0, position - self.window)"),
     Mutant("window segments of one block go on from nothing", "store/planning.py", "        parent = before\n", "        pass\n"),
     Mutant("a window segment holds rows of two blocks", "store/planning.py", "            for start in range(first - first % block, last, block):\n                jobs += _window_job(tree, each, context, max(first, start), min(last, start + block))\n", "            jobs += _window_job(tree, each, context, first, last)\n"),
+    Mutant("what came to a tier before its parent is left out", "engine/engine.py", "MOST_AGAIN = 3", "MOST_AGAIN = 0"),
+    Mutant("what a waiting request needs stays where it is", "engine/engine.py", "        sequence.promoted = True\n", "        sequence.promoted = True\n        return\n"),
     Mutant("a pruned prefix leaves its windows in the tiers", "state/saved.py", "            self._forgotten.append(saved)\n", "            pass\n"),
     Mutant("the windows of what is found are forgotten", "state/tree.py", "            self.saved.register(saved, path)\n", "            self.saved.register(saved, path[:-1])\n"),
     Mutant("what another engine cut elsewhere is taken for one's own", "store/queues.py", "elif (other.header, other.tokens.tobytes()) != (header, job.own_tokens.tobytes()):", "elif False:"),

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import asdict
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,8 @@ from holdover.store.jobs import (
     Found,
     LoadDone,
     PrefixContext,
+    PromoteDone,
+    PromoteJob,
     SaveDone,
     SaveJob,
     TierChange,
@@ -42,6 +45,7 @@ from holdover.store.queues import Store
 log = logging.getLogger(__name__)
 Event = Output | Failed
 FIND_FROM_TOKENS = 64
+PROMOTE_AHEAD = 4  # waiting requests, the first ones
 MOST_AGAIN = 3  # times that a save is repeated which came before its parent
 
 
@@ -84,6 +88,7 @@ class Engine:
         self._finding: dict[FindJob, list[Sequence]] = {}  # requests that wait to hear what shared tiers know
         self._events: list[Event] = []
         self._saves_under_way = 0
+        self._promotions_under_way = 0
 
     # Requests
 
@@ -182,7 +187,8 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Nothing runs, waits, loads or saves."""
-        return not (self.has_work or self.scheduler.loading or self._saves_under_way)
+        under_way = self._saves_under_way or self._promotions_under_way
+        return not (self.has_work or self.scheduler.loading or under_way)
 
     # Steps
 
@@ -196,6 +202,8 @@ class Engine:
                 self._save_done(each)
             elif isinstance(each, LoadDone):
                 self._load_done(each)
+            elif isinstance(each, PromoteDone):
+                self._promote_done(each)
             else:
                 self._find_done(each)
         for job in [job for job in self._finding if self.store.overdue(job)]:
@@ -229,6 +237,48 @@ class Engine:
             for saved in job.segments:  # it may be promoted: until that is known, nobody saves the same state
                 saved.pending += 1
             self.store.load(job)
+        if len(self.store.tiers) > 1:
+            for sequence in list(islice(self.scheduler.waiting, PROMOTE_AHEAD)):
+                self._promote(sequence)
+
+    def _promote(self, sequence: Sequence) -> None:
+        """While a request waits for room on the device, what it will load comes up the tiers."""
+        if sequence.promoted:
+            return
+        sequence.promoted = True
+        node = self.tree.match(self.tree.root(sequence.space), sequence.known_tokens).node
+        nearest, layout = self.store.tiers[0], self.tree.layout
+        lacking: dict[Saved, None] = {}
+        for each in path_to(node):
+            windows = (part[0] for part in each.window_to_load(layout.window_first(node.end)))
+            for saved in (each.rows if each.slots is None else None, *windows):
+                if saved is not None and saved.tiers and nearest.name not in saved.tiers:
+                    lacking[saved] = None
+        snapshot = node.snapshot if node.snapshot_slots is None else None
+        if snapshot is not None and snapshot.tiers and nearest.name not in snapshot.tiers:
+            lacking[snapshot] = None
+        nbytes = sum(max(1, saved.end - saved.start) * state_bytes(layout, saved.kind) for saved in lacking)
+        if not lacking or nbytes * PROMOTE_AHEAD > nearest.budget_bytes:  # it would drive out what others wait for
+            return
+        for saved in lacking:
+            saved.pending += 1
+        self._promotions_under_way += 1
+        self.store.promote(PromoteJob(list(lacking), sequence))
+
+    def _promote_done(self, done: PromoteDone) -> None:
+        job, saved_segments = done.job, self.tree.saved
+        assert isinstance(job.owner, Sequence)
+        self._promotions_under_way -= 1
+        by_name = {saved.name: saved for saved in job.segments}
+        for saved in job.segments:
+            saved.pending -= 1
+        for change in job.changes:
+            known = saved_segments.find(change.name)
+            if change.change is not Change.PROMOTED or known is None or known is by_name[change.name]:
+                self._tier_changed(change, job.owner)
+        for saved in job.segments:
+            if saved_segments.find(saved.name) is saved:
+                self.tree.lost(saved.name, "")  # if it went from its last tier meanwhile
 
     def _learn_from(self, sequence: Sequence, match: Match) -> None:
         """Where a request resumes shows what was reused, and whether earlier responses come back."""

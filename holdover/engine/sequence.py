@@ -54,6 +54,7 @@ class Sequence:
     allocated: int = 0
     table: Slots = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     window: Slots = field(default_factory=lambda: np.empty((0, 0), dtype=np.int64))
+    promoted: bool = False
     window_start: int = 0
     window_shared: int = 0
     window_spare: list[Slots] = field(default_factory=list)

@@ -137,6 +137,22 @@ class LoadDone:
 
 
 @dataclass(eq=False, slots=True)
+class PromoteJob:
+    """What a waiting request will load, to be copied into the nearer tiers meanwhile. owner: the request's sequence."""
+
+    segments: list[Saved]
+    owner: object
+    changes: list[TierChange] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class PromoteDone:
+    """A promotion is over; what it did is in the job's changes."""
+
+    job: PromoteJob
+
+
+@dataclass(eq=False, slots=True)
 class FindJob:
     """What shared tiers may know of a request's prompt and its engine does not.
 
@@ -161,4 +177,4 @@ class FindDone:
     found: list[Found] = field(default_factory=list)
 
 
-Done = SaveDone | LoadDone | FindDone
+Done = SaveDone | LoadDone | FindDone | PromoteDone

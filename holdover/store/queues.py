@@ -36,6 +36,8 @@ from holdover.store.jobs import (
     LoadDone,
     LoadJob,
     LoadPart,
+    PromoteDone,
+    PromoteJob,
     SaveDone,
     SaveJob,
     TierChange,
@@ -120,6 +122,7 @@ class Store:
         finds = start is not None and self.shared_tiers
         self._finder = start("holdover-find", self._find) if start is not None and finds else None
         self._finds: dict[FindJob, None] = {}  # under way
+        self._promoter = start("holdover-promote", self._promote_all) if start is not None and len(tiers) > 1 else None
 
     def save(self, job: SaveJob) -> None:
         job.saved.pending += 1
@@ -160,6 +163,47 @@ class Store:
     def found(self, job: FindJob) -> None:
         """The answer has been heard."""
         self._finds.pop(job, None)
+
+    def promote(self, job: PromoteJob) -> None:
+        """Copy segments that lie in farther tiers only into the nearer ones."""
+        if self._promoter is not None:
+            self._promoter.submit(job)
+        else:
+            self._promote_all(job)
+
+    def _promote_all(self, job: PromoteJob) -> None:
+        """Stops at the first segment that can't be read whole: whoever loads it finds out why."""
+        try:
+            for saved in job.segments:
+                if not self._promote_one(saved, job.changes):
+                    break
+        except DamagedSegment as error:
+            log.info("%s is not promoted: %s", saved.name, error)
+        except Exception:
+            log.exception("promoting failed; what was to be promoted is loaded from where it is")
+        self._done(PromoteDone(job))
+
+    def _promote_one(self, saved: Saved, changes: list[TierChange]) -> bool:
+        for i, tier in enumerate(self.tiers):
+            if tier.name not in saved.tiers:
+                continue
+            if i == 0:
+                return True
+            if self._clock() < self._silent_until.get(tier.name, 0.0):
+                return False
+            try:
+                with tier.get(saved.name) as buffer:
+                    if buffer is None:
+                        return False
+                    header = decode(buffer, self.layout, self.fingerprint, saved.name).header
+                    if (header.start, header.end, header.tip) != (saved.start, saved.end, saved.tip):
+                        return False
+                    self._promote(header, buffer, self.tiers[:i], changes)
+                    return True
+            except TierError as error:
+                self._fault(tier, error)
+                return False
+        return False
 
     def _find(self, job: FindJob) -> None:
         result = FindDone(job)
@@ -227,7 +271,7 @@ class Store:
 
     def close(self) -> None:
         """Finish what was submitted, then stop."""
-        for worker in (self._saver, self._loader, self._finder):
+        for worker in (self._saver, self._loader, self._finder, self._promoter):
             if worker is not None:
                 worker.close()
 
