@@ -10,9 +10,9 @@ from holdover.store.audit import position_digests
 
 
 def copies(folder: Path) -> Counter[tuple[int, str]]:
-    """By position (its prefix's digest, and whose it is): rows segments that hold it."""
+    """By position (its prefix's digest, and whose and what it is): segments of rows or windows that hold it."""
     headers = {}
-    for file in folder.rglob("*.rows"):
+    for file in [*folder.rglob("*.rows"), *folder.rglob("*.window")]:
         content = file.read_bytes()
         header, _, data_start, _ = parse_header(content)
         ids = np.frombuffer(content[data_start : data_start + 4 * (header.end - header.start)], dtype="<u4")
@@ -25,5 +25,6 @@ def copies(folder: Path) -> Counter[tuple[int, str]]:
 
     counts: Counter[tuple[int, str]] = Counter()
     for name, (header, _) in headers.items():
-        counts.update((digest, header.space.hex()) for digest in position_digests(prefix(name), header.start))
+        whose = f"{header.kind.value} of {header.space.hex()}"
+        counts.update((digest, whose) for digest in position_digests(prefix(name), header.start))
     return counts
