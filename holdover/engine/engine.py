@@ -475,6 +475,7 @@ class Engine:
             if parent.tip == tip and parent.pending and current and job.again < MOST_AGAIN:
                 job.again += 1  # its parent, saved anew after another's cut was taken over, comes after it: once more
                 self._submit(job)
+                break  # to all tiers at once
             elif parent.tip == tip:
                 self._forget(name, tier)
             elif not done.kept and current:  # it goes on from another now

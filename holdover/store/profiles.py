@@ -26,8 +26,8 @@ def profile_options(url: str, endpoint_given: bool) -> dict[str, Any]:
     if not url.startswith("s3://") or os.environ.get(KEY) or not (named or files):
         return {}
     try:
-        import boto3
         from botocore.exceptions import BotoCoreError
+        from botocore.session import Session
         from obstore.auth.boto3 import Boto3CredentialProvider
     except ImportError:
         if named is None:
@@ -37,16 +37,17 @@ def profile_options(url: str, endpoint_given: bool) -> dict[str, Any]:
             f"or give {KEY} and AWS_SECRET_ACCESS_KEY in the environment."
         ) from None
     try:
-        session = boto3.Session(profile_name=named)
+        session = Session(profile=named)
         if session.get_credentials() is None:
             if named is None:  # the files say nothing of credentials: an instance role may
                 return {}
             raise TierError(f"the AWS profile {named!r} has no credentials. Look into ~/.aws, or run aws configure.")
         options: dict[str, Any] = {"credential_provider": Boto3CredentialProvider(session)}
         config = {}
-        if session.region_name and not any(os.environ.get(each) for each in REGION_VARIABLES):
-            config["region"] = session.region_name
-        endpoint = session._session.get_scoped_config().get("endpoint_url")
+        profile = session.get_scoped_config()
+        if profile.get("region") and not any(os.environ.get(each) for each in REGION_VARIABLES):
+            config["region"] = profile["region"]
+        endpoint = profile.get("endpoint_url")
         if endpoint and not endpoint_given:
             config["endpoint"] = endpoint
         return {**options, "config": config}
