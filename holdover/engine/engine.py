@@ -476,7 +476,7 @@ class Engine:
                 job.again += 1  # its parent, saved anew after another's cut was taken over, comes after it: once more
                 self._submit(job)
                 break  # to all tiers at once
-            elif parent.tip == tip:
+            if parent.tip == tip:
                 self._forget(name, tier)
             elif not done.kept and current:  # it goes on from another now
                 self.tree.saved.drop(job.saved)

@@ -190,6 +190,6 @@ def test_a_profile_that_cannot_be_used_is_named(
 
 def test_a_profile_without_boto3_says_what_to_install(profile: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_PROFILE", "agents")
-    monkeypatch.setitem(sys.modules, "boto3", None)
+    monkeypatch.setitem(sys.modules, "obstore.auth.boto3", None)  # which imports it
     with pytest.raises(TierError, match=r"pip install 'holdover\[aws\]'"):
         bucket_tier(f"s3://{BUCKET}/agents", 10_000, "s3")
