@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from holdover import __version__
-from holdover.config import FIND_SECONDS, EngineConfig, choose_tiers, format_bytes, parse_bytes
+from holdover.config import FIND_SECONDS, EngineConfig, SaveMode, choose_tiers, format_bytes, parse_bytes
 from holdover.errors import HoldoverError
 from holdover.store.cli import store_app
 
@@ -75,6 +75,13 @@ def serve(
         int, typer.Option(min=1, help="Most tokens of a prefill that are lost if it is cut off.")
     ] = 2048,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of the CPU kernels; default: all cores.")] = None,
+    save: Annotated[
+        SaveMode,
+        typer.Option(
+            help="When a turn is saved: eager, at its end; lazy, when its room on the device is wanted, or after "
+            "half a minute; auto, at its end as long as the tiers keep up."
+        ),
+    ] = SaveMode.AUTO,
     find_wait: Annotated[
         float, typer.Option(min=0.0, help="Most seconds that a request waits to hear what shared tiers know of it.")
     ] = FIND_SECONDS,
@@ -104,6 +111,7 @@ def serve(
         threads=threads,
         audit=audit_tiers,
         find_seconds=find_wait,
+        save=save,
         encryption_key=read_key(encryption_key_file, os.environ.get("HOLDOVER_ENCRYPTION_KEY")),
     )
     name = served_model_name or Path(model).resolve().name

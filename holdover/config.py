@@ -2,6 +2,7 @@
 
 import os
 import re
+from enum import StrEnum
 
 import msgspec
 
@@ -35,6 +36,15 @@ def format_bytes(size: float) -> str:
             return f"{size:,.0f} {unit}" if unit == "bytes" else f"{size:,.1f} {unit}"
         size /= 1024
     raise AssertionError
+
+
+class SaveMode(StrEnum):
+    """When a turn is saved. eager: at its end. lazy: when its room on the device is wanted, or after half a minute.
+    auto: at its end as long as the tiers keep up, else as soon as they do."""
+
+    EAGER = "eager"
+    LAZY = "lazy"
+    AUTO = "auto"
 
 
 class TierConfig(msgspec.Struct, frozen=True):
@@ -128,4 +138,5 @@ class EngineConfig(msgspec.Struct, frozen=True):
     threads: int | None = None
     audit: bool = False
     find_seconds: float = FIND_SECONDS
+    save: SaveMode = SaveMode.AUTO
     encryption_key: str | None = None  # 64 hexadecimal digits; never shown

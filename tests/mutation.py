@@ -39,7 +39,7 @@ MUTANTS = [
         "return self.leases == 0 and self.device_children == 0 and self.slots is not None",
         "return self.leases == 0 and self.slots is not None",
     ),
-    Mutant("a save takes no lease", "engine/engine.py", "        self.tree.lease(job.node)\n", ""),
+    Mutant("a save takes no lease", "engine/exchange.py", "        self.tree.lease(job.node)\n", ""),
     Mutant(
         "a snapshot under a lease is dropped", "state/eviction.py",
         "lambda node: node.superseded and not node.snapshot_leases", "lambda node: node.superseded",
@@ -113,8 +113,8 @@ MUTANTS = [
     Mutant("windows are saved from where they happen to begin", "state/layout.py", "max(0, position - self.window) // self.window_block * self.window_block", "max(0, position - self.window)"),
     Mutant("window segments of one block go on from nothing", "store/planning.py", "        parent = before\n", "        pass\n"),
     Mutant("a window segment holds rows of two blocks", "store/planning.py", "            for start in range(first - first % block, last, block):\n                jobs += _window_job(tree, each, context, max(first, start), min(last, start + block))\n", "            jobs += _window_job(tree, each, context, first, last)\n"),
-    Mutant("what came to a tier before its parent is left out", "engine/engine.py", "MOST_AGAIN = 3", "MOST_AGAIN = 0"),
-    Mutant("what a waiting request needs stays where it is", "engine/engine.py", "        sequence.promoted = True\n", "        sequence.promoted = True\n        return\n"),
+    Mutant("what came to a tier before its parent is left out", "engine/exchange.py", "MOST_AGAIN = 3", "MOST_AGAIN = 0"),
+    Mutant("what a waiting request needs stays where it is", "engine/engine.py", "            if not sequence.promoted:", "            if False:"),
     Mutant("a pruned prefix leaves its windows in the tiers", "state/saved.py", "            self._forgotten.append(saved)\n", "            pass\n"),
     Mutant("the windows of what is found are forgotten", "state/tree.py", "            self.saved.register(saved, path)\n", "            self.saved.register(saved, path[:-1])\n"),
     Mutant("what another engine cut elsewhere is taken for one's own", "store/queues.py", "elif (other.header, other.tokens.tobytes()) != (header, job.own_tokens.tobytes()):", "elif False:"),
@@ -122,7 +122,11 @@ MUTANTS = [
     Mutant("token ids that were found are not checked", "store/finding.py", "if len(whole) != header.end or chain.address(header.end) != header.tip:", "if False:"),
     Mutant("what goes on from an evicted segment is kept", "store/objects.py", "if not self._ledger.lease(parent, link.parent_tip):", "if self._ledger.lease(parent, link.parent_tip) is None:"),
     Mutant("rows go before what goes on from them", "store/ledger.py", "if digits is not None and self._children[digits] > gone[digits]:", "if False:"),
-    Mutant("the last token of a prompt is not fed where its hidden vector is unknown", "state/tree.py", "ends_here = resume_node.end == resume and resume_node.snapshot_available", "ends_here = resume_node.end == resume"),
+    Mutant("the last token of a prompt is not fed where its hidden vector is unknown", "state/tree.py", "ends_here = resume_node.end == resume and known", "ends_here = resume_node.end == resume"),
+    Mutant("what waits to be saved can be evicted", "engine/deferred.py", "        tree.lease(node)\n        if with_snapshot:\n            tree.lease_snapshot(node)\n", "        with_snapshot = False\n        tree.lease(tree.root(node.space))\n"),
+    Mutant("a turn that another goes on from is held for ever", "engine/deferred.py", "            if (before := self._held.get(each)) is not None:", "            if False and (before := self._held.get(each)):"),
+    Mutant("nobody asks for the room of what waits to be saved", "engine/engine.py", "        self.exchange.save_due(room_wanted)", "        self.exchange.save_due(False)"),
+    Mutant("what is only saved counts as on the device", "state/tree.py", "whole = whole and (child.slots is not None if on_device else child.rows_available)", "whole = whole and child.rows_available"),
 ]  # fmt: skip
 
 

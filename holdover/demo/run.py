@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from holdover.config import EngineConfig, TierConfig
+from holdover.config import EngineConfig, SaveMode, TierConfig
 from holdover.demo.server_process import Settings
 from holdover.demo.servers import Counts, DemoServer
 from holdover.demo.traffic import distinct_prefix_positions
@@ -101,6 +101,7 @@ def _settings(plan: Plan, mode: str, device_bytes: int, tier_bytes: int) -> Sett
         device_bytes=UNLIMITED_BYTES if mode == "unlimited" else device_bytes,
         tiers=(TierConfig("memory", "", tier_bytes),) if tiered else (),
         audit=tiered,
+        save=SaveMode.EAGER if mode == "resave" else SaveMode.AUTO,
     )
     return Settings(config, resave=mode == "resave")
 

@@ -8,7 +8,7 @@ import numpy as np
 from holdover.engine.sequence import Sequence
 from holdover.state.node import Match, Node, Saved, path_to
 from holdover.state.pool import DevicePool, Slots
-from holdover.state.segment import Kind
+from holdover.state.segment import Kind, state_bytes
 from holdover.state.tree import PrefixTree
 from holdover.store.jobs import LoadJob, LoadPart
 
@@ -28,13 +28,17 @@ class Taken(Enum):
 class Holdings:
     """The device's slots and live rows, as sequences hold them."""
 
-    def __init__(self, tree: PrefixTree, pool: DevicePool, max_batch_tokens: int) -> None:
+    def __init__(self, tree: PrefixTree, pool: DevicePool, max_batch_tokens: int, tiers: tuple[str, ...] = ()) -> None:
         self.tree = tree
         self.pool = pool
         self.max_batch_tokens = max_batch_tokens
         self._free_live_rows = list(range(pool.max_running))[::-1]
         self._growing: list[Sequence] = []
         self._loads: dict[LoadJob, None] = {}
+        self._tiers = tiers  # nearest first
+
+    def _nearest_of(self, saved: Saved) -> str | None:
+        return next((tier for tier in self._tiers if tier in saved.tiers), None)
 
     @property
     def num_running(self) -> int:
@@ -81,6 +85,25 @@ class Holdings:
         tree.release_snapshot(node)
         job = self._fill(sequence, node, position)
         return (Taken.READY if job is None else Taken.LOADING), job
+
+    def to_load(self, match: Match) -> dict[str, int]:
+        """Bytes that going on from there has to load, by the nearest tier that keeps them."""
+        layout = self.tree.layout
+        path = path_to(match.node)
+        by_tier: dict[str, int] = {}
+
+        def add(saved: Saved | None, count: int) -> None:
+            if saved is not None and (tier := self._nearest_of(saved)) is not None:
+                by_tier[tier] = by_tier.get(tier, 0) + count * state_bytes(layout, saved.kind)
+
+        for node in path:
+            if node.slots is None:
+                add(node.rows, len(node.tokens))
+        for _, (saved, first, last) in self._window_to_load(path, layout.window_first(match.position)):
+            add(saved, last - first)
+        if match.position and match.node.end == match.position and match.node.snapshot_slots is None:
+            add(match.node.snapshot, 1)
+        return by_tier
 
     def window_rows(self, num_tokens: int) -> int:
         """Window rows that a sequence needs of its own to be fed `num_tokens` tokens: those of use, and of one step."""

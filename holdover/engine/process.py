@@ -18,6 +18,7 @@ import torch
 import zmq
 
 from holdover.config import EngineConfig, tier_names
+from holdover.engine.deferred import Saving
 from holdover.engine.engine import Engine
 from holdover.engine.messages import (
     AskStatistics,
@@ -94,7 +95,7 @@ def build_engine(config: EngineConfig, inbox: Inbox, plan_saves: SavePlanner) ->
         max_batch_tokens=config.max_batch_tokens,
         snapshot_spacing=config.snapshot_spacing,
         new_decoder=decoder_factory(model_folder(config.model)),
-        plan_saves=plan_saves,
+        saving=Saving(plan_saves, config.save),
         audit=config.audit,
     )
 
@@ -161,7 +162,8 @@ class EngineLoop:
 
 
 def finish_saving(engine: Engine, inbox: Inbox, seconds: float) -> None:
-    """Let saves that are under way end, for a while."""
+    """Save what was to be saved later, and let saves that are under way end, for a while."""
+    engine.exchange.save_all()
     waiter = threading.Thread(target=engine.store.close, daemon=True)
     waiter.start()
     waiter.join(seconds)

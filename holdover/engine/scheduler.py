@@ -1,7 +1,7 @@
 """Which sequences run, and how many tokens of each the next step feeds."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from holdover.engine.holdings import Holdings, Taken
@@ -9,6 +9,8 @@ from holdover.engine.sequence import Sequence, Status
 from holdover.state.node import Match, common_length
 from holdover.state.policy import prefill_stops
 from holdover.store.jobs import LoadJob
+
+LoadingPays = Callable[[Mapping[str, int], int, int], bool]  # (bytes by tier, tokens to compute, most in a step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,20 +21,26 @@ class Work:
     num_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Admission:
-    """Sequences that left the waiting queue: to run at once, to wait for a load, or never to fit."""
+    """Sequences that left the waiting queue: to run at once, to wait for a load, or never to fit. no_room: the first
+    that stays waits for room on the device."""
 
     admitted: list[tuple[Sequence, Match]]
     loads: list[LoadJob]
     impossible: list[Sequence]
+    no_room: bool = False
 
 
 class Scheduler:
     """First come, first served; running sequences before new ones; a prefix that is being computed is waited for."""
 
-    def __init__(self, holdings: Holdings, max_batch_tokens: int, snapshot_spacing: int) -> None:
+    def __init__(
+        self, holdings: Holdings, max_batch_tokens: int, snapshot_spacing: int, loading_pays: LoadingPays
+    ) -> None:
         self.holdings = holdings
+        self.loading_pays = loading_pays
+        self.num_not_loaded = 0  # tokens that were computed because loading them would have taken longer
         self.max_batch_tokens = max_batch_tokens
         self.snapshot_spacing = snapshot_spacing
         self.waiting: deque[Sequence] = deque()
@@ -52,7 +60,7 @@ class Scheduler:
         stay: list[Sequence] = []
         while self.waiting:
             sequence = self.waiting.popleft()
-            match = tree.match(tree.root(sequence.space), sequence.known_tokens)
+            match = self._match(sequence)
             if self._wait_for_leader(sequence, match):
                 stay.append(sequence)
                 continue
@@ -61,6 +69,7 @@ class Scheduler:
                 stay.append(sequence)
                 continue
             if taken is Taken.NO_ROOM:
+                result.no_room = True
                 stay.append(sequence)
                 break
             if taken is Taken.NEVER:
@@ -84,6 +93,21 @@ class Scheduler:
                 self.running.append(sequence)
         self.waiting.extendleft(reversed(stay))
         return result
+
+    def _match(self, sequence: Sequence) -> Match:
+        """From where to go on: the farthest position that is known, or where loading would take longer than computing
+        from there, the farthest that needs no load."""
+        tree, root = self.holdings.tree, self.holdings.tree.root(sequence.space)
+        match = tree.match(root, sequence.known_tokens)
+        to_load = self.holdings.to_load(match)
+        if not to_load:
+            return match
+        here = tree.match(root, sequence.known_tokens, on_device=True)
+        if sequence.loading_pays is None:
+            tokens = match.position - here.position
+            sequence.loading_pays = self.loading_pays(to_load, tokens, self.max_batch_tokens)
+            self.num_not_loaded += 0 if sequence.loading_pays else tokens
+        return match if sequence.loading_pays else here
 
     def _wait_for_leader(self, sequence: Sequence, match: Match) -> bool:
         """Whether a running sequence will soon have computed more of this one's prefix than is known. If so, ask it

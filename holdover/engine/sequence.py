@@ -8,9 +8,10 @@ import numpy as np
 from holdover.engine.messages import Generate, Usage
 from holdover.engine.sampler import SamplerState
 from holdover.engine.text import StopStrings, TextDecoder
-from holdover.state.address import AddressChain, Tokens
+from holdover.state.address import Tokens
 from holdover.state.node import Node
 from holdover.state.pool import Slots
+from holdover.store.jobs import PrefixContext
 
 
 class Status(Enum):
@@ -38,7 +39,7 @@ class Sequence:
     index: int
     arrival: int
     space: bytes
-    chain: AddressChain
+    context: PrefixContext
     tokens: Tokens
     prompt_end: int
     sampler: SamplerState
@@ -55,6 +56,7 @@ class Sequence:
     table: Slots = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     window: Slots = field(default_factory=lambda: np.empty((0, 0), dtype=np.int64))
     promoted: bool = False
+    loading_pays: bool | None = None  # None: not decided yet
     window_start: int = 0
     window_shared: int = 0
     window_spare: list[Slots] = field(default_factory=list)

@@ -58,8 +58,8 @@ class PrefixTree:
 
     # Finding
 
-    def match(self, root: Node, tokens: Tokens) -> Match:
-        """How far `tokens` are known, and from where they can be resumed."""
+    def match(self, root: Node, tokens: Tokens, on_device: bool = False) -> Match:
+        """How far `tokens` are known, and from where they can be resumed. on_device: with no load."""
         node, position, whole = root, 0, True
         resume, resume_node = 0, root
         followed: bool | None = None
@@ -75,18 +75,20 @@ class PrefixTree:
             to_its_end = packed.startswith(child.packed, 4 * position)
             position += len(child.tokens) if to_its_end else common_length(child.tokens, tokens[position:])
             followed = followed or child.generated or None
-            whole = whole and child.rows_available
+            whole = whole and (child.slots is not None if on_device else child.rows_available)
             if window and to_its_end:
-                child_from = child.window_from
+                child_from = child.window_start if on_device else child.window_from
                 window_from = child_from if child_from > child.start else window_from
-            kept = anywhere or (to_its_end and child.snapshot_available and window_from <= first_row(position))
+            has_snapshot = child.snapshot_slots is not None if on_device else child.snapshot_available
+            kept = anywhere or (to_its_end and has_snapshot and window_from <= first_row(position))
             if whole and kept:
                 resume, resume_node = position, child
             node = child
             if not to_its_end:
                 break
         if anywhere and resume == len(tokens) > 0:
-            ends_here = resume_node.end == resume and resume_node.snapshot_available
+            known = resume_node.snapshot_slots is not None if on_device else resume_node.snapshot_available
+            ends_here = resume_node.end == resume and known
             if not ends_here:  # the last token must be fed for its hidden vector
                 resume -= 1
                 if resume <= resume_node.start:

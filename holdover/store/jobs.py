@@ -118,6 +118,7 @@ class LoadJob:
     live_row: int
     owner: object
     changes: list[TierChange] = field(default_factory=list)
+    submitted: float = 0.0  # by the store's clock
 
     @property
     def segments(self) -> list[Saved]:
@@ -128,20 +129,21 @@ class LoadJob:
 
 @dataclass(eq=False, slots=True)
 class LoadDone:
-    """A load is over. ok: all of it is in place."""
+    """A load is over. ok: all of it is in place. seconds: since it was asked for."""
 
     job: LoadJob
     ok: bool = True
+    seconds: float = 0.0
     tokens_by_tier: dict[str, int] = field(default_factory=dict)
     bytes_by_tier: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(eq=False, slots=True)
 class PromoteJob:
-    """What a waiting request will load, to be copied into the nearer tiers meanwhile. owner: the request's sequence."""
+    """What a request will load, to be copied into the nearer tiers before. context: its own prefix."""
 
     segments: list[Saved]
-    owner: object
+    context: PrefixContext
     changes: list[TierChange] = field(default_factory=list)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from holdover.errors import TierError
+from holdover.state.policy import eviction_rank
 from holdover.state.segment import Link
 from holdover.store.tier import ALONE, PutResult, PutStatus
 from holdover.store.usage import OwnUsage, Usage
@@ -16,6 +17,7 @@ from holdover.store.usage import OwnUsage, Usage
 log = logging.getLogger(__name__)
 PARENT_DIGITS = 16  # of a name are enough to tell parents apart
 ROWS, WINDOW = ".rows", ".window"
+AGE_SHARE = 4  # what saves twice as much for its bytes may be older by a quarter of all: docs/design/store.md
 
 
 def parent_digits(name: str | None) -> str | None:
@@ -31,6 +33,7 @@ class Entry:
     """A segment in the books. `complete` once it can be read; leases: readers at this moment; doomed: removed, but its
     bytes are still there; dropping: somebody is removing them just now; queued: it stands in the order of eviction.
     parent: stands for the segment that it goes on from (`parent_digits`); tip: the beginning of its own, if known.
+    beside: of rows, bytes of the largest snapshot or window that was kept with them.
     """
 
     nbytes: int
@@ -42,6 +45,7 @@ class Entry:
     doomed: bool = False
     dropping: bool = False
     queued: bool = False
+    beside: int = 0
 
     @property
     def readable(self) -> bool:
@@ -49,8 +53,9 @@ class Entry:
 
 
 class Ledger:
-    """Leaf first, and of the leaves the least recently used. A leaf is what no other segment here has as its parent.
-    Room is reserved before bytes are made, so that the budget is never passed.
+    """Leaf first, and of the leaves what is worth least (`policy.eviction_rank`): what saves little recompute for its
+    bytes, or was not used for long. A leaf is what no other segment here has as its parent. Room is reserved before
+    bytes are made, so that the budget is never passed.
 
     `drop` removes a segment's bytes, and may take its time: it is called without the lock, so that nobody who only asks
     the books waits for it. Until it is done, the bytes count. Where it raises, they count on, and are dropped when next
@@ -66,7 +71,8 @@ class Ledger:
         self._entries: dict[str, Entry] = {}
         self._children: Counter[str] = Counter()  # by the beginning of their parent's name; of those not doomed
         self._waiting: dict[str, str] = {}  # rows that would be next to go but for their children
-        self._order: list[tuple[int, str]] = []  # a heap; an entry that was used since is put back when its turn comes
+        self._order: list[tuple[float, str]] = []  # a heap; what is worth more by now is put back when its turn comes
+        self._parents: dict[str, Entry] = {}  # rows and windows by what stands for them
         self._uses = 0
 
     def reserve(self, name: str, nbytes: int, link: Link = ALONE) -> PutResult:
@@ -118,16 +124,44 @@ class Ledger:
     def _enter(self, name: str, nbytes: int, link: Link, complete: bool) -> None:
         self._uses += 1
         digits = None if link.parent is None else sys.intern(parent_digits(link.parent) or link.parent)
-        self._entries[name] = Entry(nbytes, complete, digits, link.tip[:PARENT_DIGITS], self._uses)
+        entry = self._entries[name] = Entry(nbytes, complete, digits, link.tip[:PARENT_DIGITS], self._uses)
         if digits is not None:
             self._children[digits] += 1
+        if (own := parent_digits(name)) is not None:
+            self._parents[own] = entry
+        if not name.endswith(ROWS) and (rows := self._rows_of(name, entry)) is not None:
+            rows.beside = max(rows.beside, nbytes)
         self._queue(name)
+
+    def _rows_of(self, name: str, entry: Entry) -> Entry | None:
+        """The rows that a snapshot or window goes with; rows themselves."""
+        found: Entry | None = entry
+        while found is not None and not name.endswith(ROWS):
+            digits = found.parent
+            if digits is None:
+                return None
+            found = self._parents.get(digits)
+            name = WINDOW if digits.startswith("w") else ROWS
+        return found
+
+    def _rank(self, name: str, entry: Entry) -> float:
+        """Rows and the snapshot at their end save the tokens of the rows, and take the bytes of both. The number of
+        tokens is as good as their bytes: only ratios count."""
+        rows = self._rows_of(name, entry)
+        saves, takes = (1, 1) if rows is None else (rows.nbytes, rows.nbytes + rows.beside)
+        return eviction_rank(
+            last_used=entry.last_used,
+            saved_tokens=saves,
+            slots=takes,
+            horizon=len(self._entries) // AGE_SHARE,
+            superseded=False,
+        )
 
     def _queue(self, name: str) -> None:
         entry = self._entries.get(name)
         if entry is not None and not entry.queued:
             entry.queued = True
-            heapq.heappush(self._order, (entry.last_used, name))
+            heapq.heappush(self._order, (self._rank(name, entry), name))
 
     def _queue_rows(self, digits: str) -> None:
         """The last that went on from these rows is gone."""
@@ -141,7 +175,7 @@ class Ledger:
         gone: Counter[str] = Counter()
         aside: list[str] = []
         while nbytes > 0 and self._order:
-            last_used, name = heapq.heappop(self._order)
+            queued_rank, name = heapq.heappop(self._order)
             entry = self._entries.get(name)
             if entry is None:
                 continue
@@ -150,7 +184,7 @@ class Ledger:
             if digits is not None and self._children[digits] > gone[digits]:
                 self._waiting[digits] = name
                 continue  # it is queued again when the last of its children goes
-            if entry.last_used != last_used:
+            if self._rank(name, entry) > queued_rank:
                 self._queue(name)
             elif not entry.complete or entry.leases or entry.dropping:
                 aside.append(name)
@@ -185,9 +219,17 @@ class Ledger:
                 self._entries[name].dropping = False
                 self._queue(name)
             raise
-        with self._lock:
-            nbytes = self._entries.pop(name).nbytes
+        nbytes = self._strike(name)
         self._usage.give(freed if freed is not None and self._usage.shared else nbytes)
+
+    def _strike(self, name: str) -> int:
+        """Its bytes are gone; returns how many they were."""
+        with self._lock:
+            entry = self._entries.pop(name)
+            own = parent_digits(name)
+            if own is not None and self._parents.get(own) is entry:
+                del self._parents[own]
+            return entry.nbytes
 
     def complete(self, name: str) -> None:
         with self._lock:
@@ -263,8 +305,7 @@ class Ledger:
         """What was reserved could not be written."""
         with self._lock:
             self._doom(name)
-            nbytes = self._entries.pop(name).nbytes
-        self._usage.give(nbytes)
+        self._usage.give(self._strike(name))
 
     def lease(self, name: str, tip: str | None = None) -> bool:
         """Keep a segment from being evicted. False if it is not there, or another than the one with this tip is."""

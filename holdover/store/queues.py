@@ -136,6 +136,7 @@ class Store:
 
         At once, only the nearest tier is asked: the caller never waits for one that may be slow.
         """
+        job.submitted = self._clock()
         if self._loader is None:
             self._load_anywhere(job)
         elif self._small_and_near(job) and (result := self._load(job, self.tiers[:1])).ok:
@@ -155,6 +156,10 @@ class Store:
         else:
             self._find(job)
         return True
+
+    def now(self) -> float:
+        """Seconds, by the store's clock."""
+        return self._clock()
 
     def overdue(self, job: FindJob) -> bool:
         """Whether a request has waited long enough for this."""
@@ -367,6 +372,7 @@ class Store:
         except Exception:
             log.exception("loading failed; the request computes instead")
             result.ok = False
+        result.seconds = self._clock() - job.submitted
         return result
 
     @staticmethod

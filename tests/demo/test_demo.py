@@ -11,9 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdover.config import SaveMode
 from holdover.demo.model import CONFIG, demo_text
 from holdover.demo.resave_engine import plan_whole
 from holdover.demo.traffic import demo_sessions, distinct_prefix_positions
+from holdover.engine.deferred import Saving
 from holdover.errors import HoldoverError
 from holdover.models.base import Model
 from holdover.models.registry import load_model
@@ -57,14 +59,14 @@ def test_sessions_are_cut_and_unknown_traffic_is_refused() -> None:
 def test_resave_stores_every_turn_whole_and_holdover_does_not(hybrid: Model) -> None:
     copies, saved = [], []
     for planner in (None, plan_whole):
-        options = {} if planner is None else {"plan_saves": planner}
+        options = {} if planner is None else {"saving": Saving(planner, SaveMode.EAGER)}
         bench = Bench(hybrid, tiers=(MemoryTier(32 << 20),), **options)
         history = prompt(1, 60)
         for turn in range(4):
             bench.ask(history, 2, session="s")
             history = [*history, *prompt(turn, 10)]
         assert bench.ask(history) == fresh(hybrid, history, 4)
-        copies.append(bench.engine.audits["memory"].max_copies)
+        copies.append(bench.engine.exchange.audits["memory"].max_copies)
         saved.append(bench.engine.counters.tiers["memory"].bytes_saved)
     assert copies[0] == 1
     assert copies[1] >= 4

@@ -146,7 +146,7 @@ def test_random_traffic_with_real_threads_gives_the_answers_of_a_fresh_engine(hy
     bench.store.close()
     bench.run()
     assert_nothing_is_held(bench)
-    assert bench.engine.audits["memory"].max_copies <= 1
+    assert bench.engine.exchange.audits["memory"].max_copies <= 1
 
 
 def test_state_bytes_are_the_same_after_save_and_load(hybrid: Model) -> None:

@@ -29,7 +29,7 @@ def test_while_a_request_waits_its_state_comes_up_the_tiers(kind: str, tmp_path:
     assert len(bench.tokens(first)) == 30
     assert (counters["memory"].tokens_loaded, counters["disk"].tokens_loaded) == (120, 0)
     assert bench.usage(second).computed == 1
-    assert {audit.max_copies for audit in bench.engine.audits.values()} == {1}
+    assert {audit.max_copies for audit in bench.engine.exchange.audits.values()} == {1}
 
 
 def test_what_is_too_much_for_the_nearest_tier_is_not_promoted_for_a_waiting_request(tmp_path: Path) -> None:

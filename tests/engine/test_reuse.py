@@ -126,7 +126,7 @@ def test_state_that_left_the_device_comes_back_from_the_tier(model: Model) -> No
         assert bench.ask(longer) == fresh(model, longer, 4)
     assert bench.usage(bench.last()).reused.get("memory", 0) + bench.usage(bench.last()).reused.get("device", 0) == 180
     assert bench.engine.counters.tiers["memory"].tokens_loaded > 500
-    assert bench.engine.audits["memory"].max_copies == 1
+    assert bench.engine.exchange.audits["memory"].max_copies == 1
 
 
 def device_for(model: Model, tokens: int) -> int:

@@ -71,7 +71,7 @@ def test_a_turn_saves_its_live_rows_once(kind: str) -> None:
     tokens += prompt(5, 100)
     assert new_bytes(tokens) == 100 * layout.bytes_per_token + len(live_rows(155)) * layout.bytes_per_window_row
     assert new_bytes(tokens) == -layout.bytes_per_snapshot, "nothing is new"
-    assert bench.engine.audits["memory"].max_copies == 1
+    assert bench.engine.exchange.audits["memory"].max_copies == 1
 
 
 @WINDOWED
@@ -105,7 +105,7 @@ def test_a_branch_pays_once_and_is_whole_afterwards(kind: str) -> None:
         assert bench.ask(tokens, 5) == Reference(kind).answer(tokens, 5)
         assert bench.usage(bench.last()).computed == computed, "positions 100 (spacing) and 130 (branch) are kept"
         bench.tree.make_room(bench.pool.num_slots)
-    assert bench.engine.audits["memory"].max_copies == 1
+    assert bench.engine.exchange.audits["memory"].max_copies == 1
 
 
 @WINDOWED

@@ -7,6 +7,7 @@ import obstore.store
 import torch
 from greenlet import getcurrent
 
+from holdover.engine.deferred import LONGEST_WAIT_SECONDS, Saving
 from holdover.engine.engine import Engine
 from holdover.engine.messages import Cancel, Generate
 from holdover.models.oracle import Oracle
@@ -61,7 +62,7 @@ class Host:
         self.rng = world.rng(f"{self.name} {self.life}")
         self.inbox: list[Generate | Cancel] = []
         self.done: list[Done] = []
-        self.scheduled = False
+        self.next_step: float | None = None
         self.num_preemptions = 0
         # The engine's own count of copies is right where it hears of things in the order in which they happen.
         self.audited = scenario.seed % 3 == 0 and (scenario.memory_bytes is None or scenario.object_bytes is None)
@@ -87,7 +88,9 @@ class Host:
         self.engine = Engine(
             model, self.pool, self.tree, self.store, max_batch_tokens=scenario.max_batch_tokens,
             snapshot_spacing=scenario.snapshot_spacing, audit=self.audited, find_from=1,
+            saving=Saving(mode=scenario.save, backlog_bytes=scenario.backlog_bytes),
         )  # fmt: skip
+        self.engine.scheduler.loading_pays = lambda *_: self.rng.random() < scenario.loads
         self.put_before = {tier.name: tier.bytes_put[self.name] for tier in self.tiers}
         self.engine.check_integrity()
 
@@ -158,16 +161,18 @@ class Host:
             self.world.at(0.0 if self.audited else self.rng.random() * 0.002, arrive)
 
     def wake(self, delay: float | None = None) -> None:
-        if self.scheduled:
+        delay = self.rng.random() * 0.003 if delay is None else delay
+        moment = self.world.now + delay
+        if self.next_step is not None and self.next_step <= moment:
             return
-        self.scheduled = True
+        self.next_step = moment
         life = self.life
-        self.world.at(self.rng.random() * 0.003 if delay is None else delay, lambda: self._step(life))
+        self.world.at(delay, lambda: self._step(life, moment))
 
-    def _step(self, life: int) -> None:
-        if not self.alive or life != self.life:
+    def _step(self, life: int, moment: float) -> None:
+        if not self.alive or life != self.life or moment != self.next_step:
             return
-        self.scheduled = False
+        self.next_step = None
         self.world.acting = self.name
         inbox, self.inbox = self.inbox, []
         for message in inbox:
@@ -189,6 +194,8 @@ class Host:
             self.wake()
         elif self.engine.has_work:
             self.wake(1.0)
+        elif len(self.engine.exchange.deferred):
+            self.wake(LONGEST_WAIT_SECONDS)
 
     # At the end
 
@@ -212,8 +219,9 @@ class Host:
                 f"law 8: {self.name} counts {counted} bytes put into the {tier.shown}, which took {put}"
             )
             hears_all = self.life == 1 and (scenario.engines == 1 or not scenario.shared_objects)
-            if tier.name in engine.audits and hears_all and not world_vanishes(self.world):
-                assert engine.audits[tier.name].max_copies <= 1, f"law 2: {self.name} counts copies in its {tier.name}"
+            audits = engine.exchange.audits
+            if tier.name in audits and hears_all and not world_vanishes(self.world):
+                assert audits[tier.name].max_copies <= 1, f"law 2: {self.name} counts copies in its {tier.name}"
                 assert counters.tiers[tier.name].bytes_new_state <= counters.tiers[tier.name].bytes_saved
         assert self.tree.make_room(self.pool.num_slots), "law 6: something unused can't be evicted"
         engine.check_integrity()

@@ -5,6 +5,8 @@ from typing import Literal
 
 import msgspec
 
+from holdover.config import SaveMode
+
 FaultKind = Literal[
     "error", "readonly", "crash", "flip", "truncate", "foreign", "missing", "slow", "hang", "vanish", "kill"
 ]
@@ -75,6 +77,9 @@ class Scenario(msgspec.Struct):
     object_bytes: int | None = None
     shared_objects: bool = False
     slow_messages: float = 0.01  # seconds, at most
+    save: SaveMode = SaveMode.EAGER
+    backlog_bytes: int = 1 << 26
+    loads: float = 1.0  # share of the times that loading is thought to be faster than computing
 
     def longest(self) -> int:
         """Most tokens that any request can have, its answer included."""
@@ -178,6 +183,9 @@ def make_scenario(seed: int) -> Scenario:
                     rate=rng.choice([0.2, 1.0]),
                 )
             )
+    scenario.save = rng.choice(list(SaveMode))
+    scenario.backlog_bytes = int(segment * rng.choice([0.1, 1.0, 50.0]))
+    scenario.loads = rng.choice([1.0, 1.0, 0.5])
     return scenario
 
 
