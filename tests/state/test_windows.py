@@ -156,6 +156,8 @@ class WindowMachine(RuleBasedStateMachine):
             self.tier.pop(saved.name, None)
 
     def save(self, node: Node, tokens: Tokens) -> None:
+        for saved in self.tree.saved.take_forgotten():  # first: what is saved now may go by the same name
+            self.tier.pop(saved.name, None)
         context = PrefixContext("model", SPACE, AddressChain(bytes(32), tokens), tokens, None)
         for job in plan_delta(self.tree, node, context):
             name = job.saved.name
