@@ -78,6 +78,11 @@ class Deferred:
             self._tree.release_snapshot(held.node)
         self._tree.release(held.node)
 
+    def next_due(self) -> float | None:
+        """When the oldest is due whatever else happens."""
+        oldest = self.oldest()
+        return None if oldest is None else oldest.since + self._saving.wait_seconds
+
     def due(self, now: float, backlog_bytes: int, wanted: bool) -> Held | None:
         """What is to be saved next, if now is the time. backlog_bytes: that are being saved just now; wanted: a request
         waits for room on the device."""

@@ -18,6 +18,7 @@ from holdover.engine.sampler import SamplerState, sample
 from holdover.engine.scheduler import Scheduler, Work
 from holdover.engine.sequence import Sequence, Status
 from holdover.engine.text import NoText, StopStrings, TextDecoder
+from holdover.engine.tool_times import Away, ToolTimes
 from holdover.models.base import Model
 from holdover.state.address import AddressChain, address_key, as_tokens
 from holdover.state.integrity import check_integrity
@@ -31,6 +32,7 @@ from holdover.store.queues import Store
 Event = Output | Failed
 FIND_FROM_TOKENS = 64
 PROMOTE_AHEAD = 4  # waiting requests, the first ones
+PROMOTE_SHARE = 16  # for who is expected soon, at most 1/16 of the nearest tier is filled
 
 
 class Engine:
@@ -62,6 +64,7 @@ class Engine:
         self.scheduler = Scheduler(self.holdings, max_batch_tokens, snapshot_spacing, self.rates.loading_pays)
         self.runner = Runner(model, pool)
         self.returns = ResponseReturns()
+        self.tool_times = ToolTimes()
         self.counters = Counters(tiers={tier.name: TierCounters() for tier in store.tiers})
         self.exchange = Exchange(tree, store, self.counters, saving or Saving(), find_from, audit)
         self._new_decoder = new_decoder
@@ -99,6 +102,7 @@ class Engine:
                     request=request,
                     index=index,
                     arrival=self.counters.requests,
+                    arrived=self.store.now(),
                     space=space,
                     context=PrefixContext(self.model.fingerprint, space, chain, tokens, request.session),
                     tokens=tokens,
@@ -159,6 +163,11 @@ class Engine:
         """Nothing runs, waits, loads or saves."""
         return not (self.has_work or self.scheduler.loading) and self.exchange.idle
 
+    def wakes_at(self) -> float | None:
+        """When a step will have something to do even if nothing comes in, by the store's clock. None: never."""
+        moments = (self.exchange.next_save(), self.tool_times.next_due())
+        return min((moment for moment in moments if moment is not None), default=None)
+
     # Steps
 
     def step(self, done: list[Done]) -> tuple[list[Event], bool]:
@@ -184,6 +193,8 @@ class Engine:
             self._run(works)
         self.exchange.delete_forgotten()
         self.exchange.save_due(room_wanted)
+        for away in self.tool_times.due(self.store.now()):
+            self.exchange.promote(away.node, away.context, PROMOTE_SHARE)
         events, self._events = self._events, []
         return events, bool(works)
 
@@ -205,13 +216,14 @@ class Engine:
             if not sequence.promoted:  # while it waits, what it will load comes up the tiers
                 sequence.promoted = True
                 match = self.tree.match(self.tree.root(sequence.space), sequence.known_tokens)
-                self.exchange.promote(match.node, sequence.context, share=PROMOTE_AHEAD)
+                self.exchange.promote(match.node, sequence.context, PROMOTE_AHEAD)
         return admission.no_room
 
     def _learn_from(self, sequence: Sequence, match: Match) -> None:
         """Where a request resumes shows what was reused, and whether earlier responses come back."""
         if not sequence.started:
             sequence.started = True
+            sequence.calls = self.tool_times.comes_back(match.node, sequence.arrived)
             sequence.usage.cached_tokens = min(sequence.position, sequence.prompt_end)
             loaded = 0
             if sequence.status is Status.LOADING and sequence.node is not None:
@@ -255,6 +267,7 @@ class Engine:
             self.holdings.publish(sequence, generated=False)
             self._keep_snapshot(sequence, boundary=position in sequence.request.boundaries)
             if position == sequence.prompt_end:
+                sequence.prompt_node = sequence.node
                 self.exchange.save(sequence.node, sequence.context)
         elif self.tree.layout.resumes_anywhere and work.num_tokens and position <= sequence.prompt_end:
             self.holdings.publish(sequence, generated=False)
@@ -308,6 +321,9 @@ class Engine:
             self.holdings.publish(sequence, generated=True, goes_on=False)
             self._keep_snapshot(sequence)
             self.exchange.save(sequence.node, sequence.context)
+        if sequence.prompt_node is not None and sequence.node is not None and len(self.store.tiers) > 1:
+            away = Away(sequence.node, sequence.context, self.store.now(), sequence.calls)
+            self.tool_times.leaves(sequence.prompt_node, away)
         self._end(sequence)
         siblings = self._sequences[sequence.request.id]
         if all(each.status is Status.FINISHED for each in siblings):

@@ -110,6 +110,10 @@ class Exchange:
         while (held := self.deferred.due(self.store.now(), self._backlog_bytes, wanted)) is not None:
             self._save_held(held)
 
+    def next_save(self) -> float | None:
+        """When `save_due` will have something to save if nothing else happens."""
+        return None if self._backlog_bytes >= self._saving.backlog_bytes else self.deferred.next_due()
+
     def save_all(self) -> None:
         """Save everything that waits: the engine ends."""
         while (held := self.deferred.oldest()) is not None:

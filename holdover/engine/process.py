@@ -130,7 +130,7 @@ class EngineLoop:
         """Until a Shutdown, or None (the parent has gone)."""
         active = False
         while True:
-            self._take_in(wait=not active)
+            self._take_in(0.0 if active else self._idle_seconds())
             if self._stopping:
                 return
             done, self._done = self._done, []
@@ -138,9 +138,13 @@ class EngineLoop:
             if events:
                 self._send([*events])
 
-    def _take_in(self, wait: bool) -> None:
+    def _idle_seconds(self) -> float:
+        moment = self._engine.wakes_at()
+        return IDLE_SECONDS if moment is None else min(IDLE_SECONDS, max(0.01, moment - self._engine.store.now()))
+
+    def _take_in(self, seconds: float) -> None:
         try:
-            item = self._inbox.get(timeout=IDLE_SECONDS) if wait else self._inbox.get_nowait()
+            item = self._inbox.get(timeout=seconds) if seconds else self._inbox.get_nowait()
             while True:
                 self._handle(item)
                 item = self._inbox.get_nowait()

@@ -38,6 +38,7 @@ class Sequence:
     request: Generate
     index: int
     arrival: int
+    arrived: float
     space: bytes
     context: PrefixContext
     tokens: Tokens
@@ -56,6 +57,8 @@ class Sequence:
     table: Slots = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     window: Slots = field(default_factory=lambda: np.empty((0, 0), dtype=np.int64))
     promoted: bool = False
+    prompt_node: Node | None = None  # that ends where the prompt does, once that is computed
+    calls: tuple[float, ...] = ()  # seconds that its session was away between earlier turns
     loading_pays: bool | None = None  # None: not decided yet
     window_start: int = 0
     window_shared: int = 0

@@ -7,7 +7,7 @@ import obstore.store
 import torch
 from greenlet import getcurrent
 
-from holdover.engine.deferred import LONGEST_WAIT_SECONDS, Saving
+from holdover.engine.deferred import Saving
 from holdover.engine.engine import Engine
 from holdover.engine.messages import Cancel, Generate
 from holdover.models.oracle import Oracle
@@ -194,8 +194,8 @@ class Host:
             self.wake()
         elif self.engine.has_work:
             self.wake(1.0)
-        elif len(self.engine.exchange.deferred):
-            self.wake(LONGEST_WAIT_SECONDS)
+        elif (moment := self.engine.wakes_at()) is not None:
+            self.wake(max(0.01, moment - self.world.now))
 
     # At the end
 
