@@ -50,7 +50,7 @@ def serve(
         typer.Option(
             metavar="TIER",
             help="Where to keep state; give it several times, nearest first: memory:16GiB, disk:DIR:200GiB, "
-            "s3://BUCKET/PREFIX, gs://..., az://... Default: memory:8GiB.",
+            "s3://BUCKET/PREFIX, gs://..., az://..., peer://HOST:PORT. Default: memory:8GiB.",
         ),
     ] = None,
     memory_tier: Annotated[
@@ -62,6 +62,14 @@ def serve(
     encryption_key_file: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Encrypt disk tiers and buckets with this key; or HOLDOVER_ENCRYPTION_KEY."),
+    ] = None,
+    peer_listen: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Let other engines (--tier peer://HOST:PORT) read what the tiers keep."),
+    ] = None,
+    peer_secret_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The secret that peers share; or HOLDOVER_PEER_SECRET."),
     ] = None,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = "auto",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
@@ -92,7 +100,7 @@ def serve(
     """Serve a model over OpenAI's API. `--tier none` keeps state on the device only."""
     from holdover.engine.messages import Ready
     from holdover.server.serve import serve as run_server
-    from holdover.store.encryption import read_key
+    from holdover.store.keys import PEER_SECRET, read_key
 
     logging.basicConfig(level=logging.INFO, format="holdover: %(levelname)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
@@ -113,6 +121,8 @@ def serve(
         find_seconds=find_wait,
         save=save,
         encryption_key=read_key(encryption_key_file, os.environ.get("HOLDOVER_ENCRYPTION_KEY")),
+        peer_listen=peer_listen,
+        peer_secret=read_key(peer_secret_file, os.environ.get("HOLDOVER_PEER_SECRET"), PEER_SECRET),
     )
     name = served_model_name or Path(model).resolve().name
 
@@ -122,7 +132,8 @@ def serve(
             f"holdover {__version__} serves {name} at {url}/v1\n"
             f"  state: {ready.bytes_per_token:,} bytes a token, {ready.bytes_per_snapshot:,} a snapshot; "
             f"device {format_bytes(ready.device_bytes)}, up to {ready.max_running} sequences at once\n"
-            f"  tiers: {', '.join(tiers) or 'none: state that leaves the device is lost'}"
+            + (f"  peers may read at peer://{ready.peer_address}\n" if ready.peer_address else "")
+            + f"  tiers: {', '.join(tiers) or 'none: state that leaves the device is lost'}"
         )
         sys.stdout.flush()
 

@@ -13,6 +13,7 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
 
 BUCKETS = ("s3", "gs", "az")
+PEER = "peer"
 DEFAULT_MEMORY_TIER = "8GiB"
 NO_LIMIT = 1 << 62
 FIND_SECONDS = 1.0
@@ -48,7 +49,8 @@ class SaveMode(StrEnum):
 
 
 class TierConfig(msgspec.Struct, frozen=True):
-    """A tier. kind: memory, disk, s3, gs or az. place: the folder, or the URL of a bucket and a prefix in it."""
+    """A tier. kind: memory, disk, s3, gs, az or peer. place: the folder, the URL of a bucket and a prefix in it, or the
+    peer's HOST:PORT."""
 
     kind: str
     place: str
@@ -56,23 +58,34 @@ class TierConfig(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         budget = "no limit" if self.budget_bytes == NO_LIMIT else format_bytes(self.budget_bytes)
+        if self.kind == PEER:
+            return f"peer {self.place}"
         if self.kind in BUCKETS:
             return f"{self.place} {budget}"
         return " ".join(part for part in (self.kind, self.place, budget) if part)
 
 
 def parse_tier(text: str) -> TierConfig:
-    """What `--tier` says: memory:SIZE, disk:DIR:SIZE, or a bucket's URL with or without :SIZE. Raises HoldoverError."""
+    """What `--tier` says: memory:SIZE, disk:DIR:SIZE, a bucket's URL with or without :SIZE, or peer://HOST:PORT.
+
+    Raises HoldoverError.
+    """
     kind, colon, rest = text.partition(":")
-    if not colon or kind not in ("memory", "disk", *BUCKETS):
+    if not colon or kind not in ("memory", "disk", PEER, *BUCKETS):
         raise HoldoverError(
-            f"--tier {text!r} must be memory:SIZE, disk:DIR:SIZE, s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or "
-            "az://CONTAINER/PREFIX (with :SIZE at the end to limit it), for example disk:/var/lib/holdover:200GiB."
+            f"--tier {text!r} must be memory:SIZE, disk:DIR:SIZE, s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, "
+            "az://CONTAINER/PREFIX (with :SIZE at the end to limit it) or peer://HOST:PORT, for example "
+            "disk:/var/lib/holdover:200GiB."
         )
     if kind == "memory":
         return TierConfig(kind, "", parse_bytes(rest, "--tier memory: size"))
     if kind == "disk":
         return parse_disk_tier(rest, "--tier disk:DIR:SIZE")
+    if kind == PEER:
+        found = re.fullmatch(r"//([^/]+:\d{1,5})/?", rest)
+        if found is None or int(found[1].rpartition(":")[2]) > 65535:
+            raise HoldoverError(f"--tier {text!r} must be peer://HOST:PORT, what the other's --peer-listen says.")
+        return TierConfig(kind, found[1], NO_LIMIT)
     if not rest.startswith("//") or not rest.strip("/").split("/")[0]:
         raise HoldoverError(f"--tier {text!r} names no bucket; write {kind}://BUCKET/PREFIX.")
     url, _, size = text.rpartition(":")
@@ -103,7 +116,7 @@ def choose_tiers(tiers: list[str], memory: str | None, disk: str | None) -> tupl
         chosen += [parse_disk_tier(disk)] if disk else []
     seen = set()
     for tier in chosen:
-        place = (tier.kind, tier.place.rstrip("/") if tier.kind in BUCKETS else os.path.abspath(tier.place))
+        place = (tier.kind, tier.place.rstrip("/") if tier.kind in (*BUCKETS, PEER) else os.path.abspath(tier.place))
         if place in seen:
             raise HoldoverError(
                 f"--tier: {tier.place or tier.kind} is given twice; each tier needs a place of its own."
@@ -140,3 +153,5 @@ class EngineConfig(msgspec.Struct, frozen=True):
     find_seconds: float = FIND_SECONDS
     save: SaveMode = SaveMode.AUTO
     encryption_key: str | None = None  # 64 hexadecimal digits; never shown
+    peer_listen: str | None = None  # HOST:PORT where peers may read what the tiers keep
+    peer_secret: str | None = None  # 64 hexadecimal digits; never shown

@@ -110,6 +110,7 @@ class Ready(msgspec.Struct, tag="ready"):
     device_bytes: int
     max_running: int
     fingerprint: str
+    peer_address: str | None = None  # where peers may read from it
 
 
 class StartFailed(msgspec.Struct, tag="start_failed"):

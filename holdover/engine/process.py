@@ -17,7 +17,7 @@ import msgspec
 import torch
 import zmq
 
-from holdover.config import EngineConfig, tier_names
+from holdover.config import PEER, EngineConfig, tier_names
 from holdover.engine.deferred import Saving
 from holdover.engine.engine import Engine
 from holdover.engine.messages import (
@@ -39,7 +39,9 @@ from holdover.state.pool import DevicePool
 from holdover.state.tree import PrefixTree
 from holdover.store.allocator import keep_freed_memory
 from holdover.store.jobs import Done, SaveDone
+from holdover.store.keys import NO_SECRET
 from holdover.store.opening import open_tier
+from holdover.store.peer_server import PeerServer
 from holdover.store.planning import SavePlanner, plan_delta
 from holdover.store.queues import Store
 
@@ -73,7 +75,7 @@ def build_engine(config: EngineConfig, inbox: Inbox, plan_saves: SavePlanner) ->
     if device.type == "cuda" and not torch.cuda.is_available():
         raise HoldoverError("--device cuda: PyTorch finds no GPU on this machine; use --device cpu.")
     tiers = [
-        open_tier(each, name, config.encryption_key)
+        open_tier(each, name, config.encryption_key, config.peer_secret)
         for each, name in zip(config.tiers, tier_names(config.tiers), strict=True)
     ]
     model = load_model(config.model, config.dtype, device)
@@ -100,7 +102,19 @@ def build_engine(config: EngineConfig, inbox: Inbox, plan_saves: SavePlanner) ->
     )
 
 
-def facts(engine: Engine) -> Ready:
+def listen_for_peers(config: EngineConfig, engine: Engine) -> PeerServer | None:
+    """Let peers read what the engine's own tiers keep, if they may. Raises HoldoverError."""
+    if config.peer_listen is None:
+        return None
+    if config.peer_secret is None:
+        raise HoldoverError(f"--peer-listen {config.peer_listen}: {NO_SECRET}")
+    own = [tier for tier, each in zip(engine.store.tiers, config.tiers, strict=True) if each.kind != PEER]
+    if not own:
+        raise HoldoverError("--peer-listen: without a tier of its own this engine has nothing to give; add one.")
+    return PeerServer(config.peer_listen, config.peer_secret, own)
+
+
+def facts(engine: Engine, peers: PeerServer | None) -> Ready:
     """What the server needs to know."""
     model, pool = engine.model, engine.pool
     return Ready(
@@ -113,14 +127,18 @@ def facts(engine: Engine) -> Ready:
         device_bytes=pool.budget_bytes,
         max_running=pool.max_running,
         fingerprint=model.fingerprint,
+        peer_address=None if peers is None else peers.address,
     )
 
 
 class EngineLoop:
     """Feeds an engine from its inbox, and sends out what it says."""
 
-    def __init__(self, engine: Engine, inbox: Inbox, send: Callable[[list[FromEngine]], None]) -> None:
+    def __init__(
+        self, engine: Engine, inbox: Inbox, send: Callable[[list[FromEngine]], None], peers: PeerServer | None = None
+    ) -> None:
         self._engine = engine
+        self._peers = peers
         self._inbox = inbox
         self._send = send
         self._done: list[Done] = []
@@ -158,7 +176,10 @@ class EngineLoop:
             case Cancel():
                 self._engine.cancel(item.id)
             case AskStatistics():
-                self._send([self._engine.statistics(item.id)])
+                statistics = self._engine.statistics(item.id)
+                if self._peers is not None:
+                    statistics.counters.update(self._peers.counters())
+                self._send([statistics])
             case Shutdown() | None:
                 self._stopping = True
             case _:
@@ -219,6 +240,7 @@ def main(plan_saves: SavePlanner = plan_delta) -> int:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         engine = build_engine(config, inbox, plan_saves)
+        peers = listen_for_peers(config, engine)
     except HoldoverError as error:
         send([StartFailed(str(error))])
         context.destroy(linger=1000)
@@ -226,9 +248,9 @@ def main(plan_saves: SavePlanner = plan_delta) -> int:
     threading.Thread(target=_receive, args=(incoming, inbox), daemon=True).start()
     outlive_parent()
     gc.freeze()  # what is loaded by now stays: collections, which stop every running sequence, need not walk it
-    send([facts(engine)])
+    send([facts(engine, peers)])
     try:
-        EngineLoop(engine, inbox, send).run()
+        EngineLoop(engine, inbox, send, peers).run()
     except Exception:
         log.exception("the engine has failed; every running request is lost")
         return 1

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from holdover.config import BUCKETS, NO_LIMIT, TierConfig, format_bytes, parse_bytes, parse_tier
+from holdover.config import BUCKETS, NO_LIMIT, PEER, TierConfig, format_bytes, parse_bytes, parse_tier
 from holdover.errors import HoldoverError, TierError
 from holdover.store.catalog import (
     Catalog,
@@ -29,7 +29,8 @@ from holdover.store.catalog import (
     to_collect,
     verify,
 )
-from holdover.store.encryption import Cipher, read_key
+from holdover.store.encryption import Cipher
+from holdover.store.keys import read_key
 from holdover.store.objects import ObjectTier, bucket_tier, disk_tier
 from holdover.store.opening import open_place
 from holdover.store.place import Place
@@ -46,6 +47,8 @@ def parse_place(text: str) -> TierConfig:
     kind = text.partition(":")[0]
     if kind in BUCKETS:
         return parse_tier(text)
+    if kind == PEER:
+        raise HoldoverError("a peer's tiers are its own to look at; name a folder or a bucket.")
     if kind == "memory":
         raise HoldoverError("a memory tier is gone when its server ends; name a folder or a bucket.")
     folder = text.removeprefix("disk:")

@@ -7,44 +7,18 @@ name. See docs/format.md.
 """
 
 import os
-import re
-from pathlib import Path
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from holdover.errors import HoldoverError
 from holdover.state.segment import DamagedSegment, OtherFormat
 
 MAGIC = b"HOLDOVER-AESGCM1"
 SALT_BYTES, TAG_BYTES, CHUNK_BYTES = 16, 16, 64 << 10
 START_BYTES = len(MAGIC) + SALT_BYTES
 KEY_CONTEXT = b"holdover 2026 segment encryption v1"
-KEY_DIGITS = re.compile("[0-9a-fA-F]{64}")
-
-
-def parse_key(text: str, source: str) -> str:
-    """A key of 256 bits as 64 hexadecimal digits. Raises HoldoverError, which names where it came from, never what it
-    is."""
-    if not KEY_DIGITS.fullmatch(text.strip()):
-        raise HoldoverError(
-            f"the encryption key in {source} must be 64 hexadecimal digits; make one with: openssl rand -hex 32"
-        )
-    return text.strip().lower()
-
-
-def read_key(file: Path | None, environment: str | None) -> str | None:
-    """The key from a file or the environment, if one is given. Raises HoldoverError."""
-    if file is None:
-        return None if environment is None else parse_key(environment, "HOLDOVER_ENCRYPTION_KEY")
-    try:
-        text = file.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise HoldoverError(f"the encryption key file {file} can't be read ({reason}).") from None
-    return parse_key(text, str(file))
 
 
 class Cipher:

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from holdover.errors import HoldoverError, TierError
 from holdover.state.segment import DamagedSegment, OtherFormat
-from holdover.store.encryption import CHUNK_BYTES, START_BYTES, TAG_BYTES, Cipher, read_key
+from holdover.store.encryption import CHUNK_BYTES, START_BYTES, TAG_BYTES, Cipher
+from holdover.store.keys import read_key
 from holdover.store.objects import disk_tier
 from tests.store.test_finding import PROMPT, bench, expected
 
