@@ -9,7 +9,7 @@ from holdover.config import SaveMode
 from holdover.engine.counters import Counters
 from holdover.engine.deferred import Deferred, Held, Saving
 from holdover.state.node import Node, Saved, path_to
-from holdover.state.segment import Kind, state_bytes
+from holdover.state.segment import Kind, link_tip, state_bytes
 from holdover.state.tree import PrefixTree
 from holdover.store.audit import TierAudit
 from holdover.store.jobs import (
@@ -82,7 +82,7 @@ class Exchange:
         """A tier keeps a segment of this prefix that another engine saved, or this one before a restart."""
         header, tree, tokens = found.header, self.tree, context.tokens
         root = tree.root(context.space)
-        saved = Saved(header.kind, header.address, header.start, header.end, header.tip)
+        saved = Saved(header.kind, header.address, header.start, header.end, header.tip, header.rows_tip)
         if header.kind is Kind.ROWS:
             parent = tree.node_ending_at(root, tokens, header.start)
             if parent is not None and tree.graft(parent, found.tokens, saved, found.tier) is not None:
@@ -152,11 +152,12 @@ class Exchange:
             if parent is None:
                 continue
             current = self.tree.saved.find(job.saved.name) is job.saved
-            if parent.tip == tip and parent.pending and current and job.again < MOST_AGAIN:
+            as_planned = link_tip(parent.tip, parent.rows_tip).hex() == tip
+            if as_planned and parent.pending and current and job.again < MOST_AGAIN:
                 job.again += 1  # its parent, saved anew after another's cut was taken over, comes after it: once more
                 self._submit(job)
                 break  # to all tiers at once
-            if parent.tip == tip:
+            if as_planned:
                 self._forget(name, tier)
             elif not done.kept and current:  # it goes on from another now
                 self.tree.saved.drop(job.saved)

@@ -15,10 +15,10 @@ from holdover.state.segment import Kind, segment_name
 class Saved:
     """A segment that tiers keep, or are about to. After a split, both halves refer to the one segment over them.
 
-    tip: address of position `end`. pending: copies into tiers that are under way, and loads, which may make some; while
-    there are any, nobody else saves the same state. unreachable: tiers that keep it but could not be read: it is not
-    loaded from there for now, and not saved there again either. failures: how often it could not be read since it was
-    last loaded.
+    tip: address of position `end`; rows_tip: of a window, that of the rows segment that holds its tokens. pending:
+    copies into tiers that are under way, and loads, which may make some; while there are any, nobody else saves the
+    same state. unreachable: tiers that keep it but could not be read: it is not loaded from there for now, and not
+    saved there again either. failures: how often it could not be read since it was last loaded.
     """
 
     kind: Kind
@@ -26,6 +26,7 @@ class Saved:
     start: int
     end: int
     tip: bytes = b""
+    rows_tip: bytes = b""
     tiers: set[str] = field(default_factory=set)
     unreachable: set[str] = field(default_factory=set)
     pending: int = 0
@@ -34,6 +35,11 @@ class Saved:
 
     def __post_init__(self) -> None:
         self.name = segment_name(self.kind, self.address)
+
+    @property
+    def cut(self) -> tuple[int, int, bytes, bytes]:
+        """What tells it apart from another segment of its name."""
+        return self.start, self.end, self.tip, self.rows_tip
 
 
 @dataclass(eq=False, slots=True)

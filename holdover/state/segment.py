@@ -22,7 +22,7 @@ from xxhash import xxh3_128
 from holdover.state.address import Tokens
 from holdover.state.layout import ArraySpec, Layout
 
-FORMAT = "holdover-segment/4"
+FORMAT = "holdover-segment/5"
 NO_CHECKSUM = "0" * 32
 CHECKSUM = re.compile("[0-9a-f]{32}")
 BLOCK_BYTES = 256 << 10  # hashed and copied while they are in the processor's cache
@@ -66,8 +66,9 @@ class SegmentHeader:
     segment that this one goes on from, or `space` if there is none: of rows and snapshots, the rows segment that holds
     token `start - 1`; of a window, the window segment of the same block and the same rows segment that ends at `start`
     (parent_window), else the rows segment that holds its tokens. tip: address of position `end`; parent_tip: the
-    parent's, as another segment of the parent's name may end elsewhere. A snapshot has start == end. block: of a
-    window, the layout's `window_block`; it lies in one such block. session: the client's own name for the session that
+    parent's, as another segment of the parent's name may end elsewhere. rows_tip: of a window, the tip of the rows
+    segment that holds its tokens. A snapshot has start == end. block: of a window, the layout's `window_block`; it lies
+    in one such block. session: the client's own name for the session that
     saved it, for people and tools only.
     """
 
@@ -82,6 +83,7 @@ class SegmentHeader:
     end: int
     parent_window: bool = False
     block: int = 0
+    rows_tip: bytes = b""
     session: str = field(default="", compare=False)
 
     @property
@@ -91,13 +93,20 @@ class SegmentHeader:
     @property
     def link(self) -> Link:
         """How it hangs together with others."""
-        return Link(self.tip.hex(), self.parent_name, self.parent_tip.hex())
+        parent_tip = link_tip(self.parent_tip, self.rows_tip if self.parent_window else b"")
+        return Link(link_tip(self.tip, self.rows_tip).hex(), self.parent_name, parent_tip.hex())
 
     @property
     def parent_name(self) -> str | None:
         """Name of the segment that this one goes on from, if any."""
         kind = Kind.WINDOW if self.parent_window else Kind.ROWS
         return None if self.parent == self.space else segment_name(kind, self.parent)
+
+
+def link_tip(tip: bytes, rows_tip: bytes) -> bytes:
+    """What tells apart segments of one name: where each ends, and for windows also where their rows segment does. Of
+    windows that lie in one block, those that were cut with other rows are no chain."""
+    return bytes(a ^ b for a, b in zip(tip, rows_tip, strict=True)) if rows_tip else tip
 
 
 def segment_name(kind: Kind, address: bytes) -> str:
@@ -217,7 +226,7 @@ def _sealed_header(header: SegmentHeader, arrays: dict[str, object], checksum: s
         "start": str(header.start),
         "end": str(header.end),
         **({"parent_kind": Kind.WINDOW.value} if header.parent_window else {}),
-        **({"block": str(header.block)} if header.kind is Kind.WINDOW else {}),
+        **({"block": str(header.block), "rows_tip": header.rows_tip.hex()} if header.kind is Kind.WINDOW else {}),
         **({"session": header.session} if header.session else {}),
         "checksum": checksum,
     }
@@ -301,6 +310,7 @@ def parse_header(start_of_file: memoryview | bytes) -> tuple[SegmentHeader, dict
             end=int(metadata["end"]),
             parent_window={"window": True, "rows": False}[metadata.get("parent_kind", "rows")],
             block=int(metadata["block"]) if metadata["kind"] == Kind.WINDOW.value else 0,
+            rows_tip=bytes.fromhex(metadata["rows_tip"]) if metadata["kind"] == Kind.WINDOW.value else b"",
             session=str(metadata.get("session", "")),
         )
         checksum = str(metadata["checksum"])
@@ -314,6 +324,8 @@ def parse_header(start_of_file: memoryview | bytes) -> tuple[SegmentHeader, dict
         raise DamagedSegment("the header's block makes no sense")
     if header.kind is Kind.WINDOW and header.start // header.block != (header.end - 1) // header.block:
         raise DamagedSegment("it holds window rows of two blocks")
+    if header.kind is Kind.WINDOW and not len(header.rows_tip) == len(header.tip) == len(header.parent_tip) == 32:
+        raise DamagedSegment("the header's tips make no sense")
     if (header.kind is Kind.SNAPSHOT) != (header.start == header.end):
         raise DamagedSegment("the header's positions, address or checksum make no sense")
     return header, entries, 8 + length, checksum

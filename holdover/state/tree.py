@@ -430,7 +430,7 @@ class PrefixTree:
         if not path or not all(each.rows_available for each in path):
             return False
         known = self.saved.find(saved.name)
-        if known is not None and (known.start, known.end, known.tip) != (saved.start, saved.end, saved.tip):
+        if known is not None and known.cut != saved.cut:
             return False
         if known is None:
             self.saved.register(saved, path)

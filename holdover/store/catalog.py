@@ -240,7 +240,7 @@ def _check_address(
             return False
         chain, tokens = AddressChain(key, own), own
     elif parent.name in chains and parent.header is not None:
-        if parent.header.tip != header.parent_tip:
+        if parent.header.link.tip != header.link.parent_tip:
             raise DamagedSegment("it goes on from another segment of its parent's name")
         before, all_before = chains[parent.name]
         first = header.start if rows else parent.header.end

@@ -122,7 +122,7 @@ class _Search:
             elif position < end and position < each.header.end:  # its rows would end here too
                 return None
             else:
-                link = Link("", each.header.name, each.header.tip.hex())
+                link = Link("", each.header.name, each.header.link.tip)
         return found
 
     def _look(self, kind: Kind, position: int, link: Link) -> Found | None:

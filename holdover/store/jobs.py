@@ -64,15 +64,15 @@ class Found:
 @dataclass(eq=False, slots=True)
 class SaveDone:
     """A save is over. kept: tiers that now keep it, with the bytes put; evicted: (name, tier) that had to go; other:
-    what a tier keeps in its place, as another engine has cut the same prefix elsewhere; stale: (name, tip, tier) of
-    rows that the engine thinks are there, and are not, or are another engine's cut."""
+    what a tier keeps in its place, as another engine has cut the same prefix elsewhere; stale: (name, tip as in its
+    link, tier) of what the engine thinks is there, and is not, or is another engine's cut."""
 
     job: SaveJob
     kept: dict[str, int] = field(default_factory=dict)
     evicted: list[tuple[str, str]] = field(default_factory=list)
     state_bytes: int = 0
     other: Found | None = None
-    stale: list[tuple[str, bytes, str]] = field(default_factory=list)
+    stale: list[tuple[str, str, str]] = field(default_factory=list)
 
 
 @dataclass(eq=False, slots=True)

@@ -114,7 +114,8 @@ def window_job(
     parent: Saved | None,
 ) -> SaveJob:
     """A job that saves the window rows `[first, last)` of a node; slots: [last - first, slots_per_window_row]."""
-    saved = Saved(Kind.WINDOW, address, first, last, context.chain.address(last))
+    assert node.rows is not None
+    saved = Saved(Kind.WINDOW, address, first, last, context.chain.address(last), node.rows.tip)
     return _job(tree, saved, [node], context, parent, slots)
 
 
@@ -134,6 +135,7 @@ def _job(
         end=saved.end,
         parent_window=parent is not None and parent.kind is Kind.WINDOW,
         block=tree.layout.window_block if saved.kind is Kind.WINDOW else 0,
+        rows_tip=saved.rows_tip,
         session=(context.session or "")[:MOST_SESSION_CHARACTERS],
     )
     return SaveJob(context, saved, header, slots, nodes[-1])

@@ -201,7 +201,7 @@ class Store:
                     if buffer is None:
                         return False
                     header = decode(buffer, self.layout, self.fingerprint, saved.name).header
-                    if (header.start, header.end, header.tip) != (saved.start, saved.end, saved.tip):
+                    if (header.start, header.end, header.tip, header.rows_tip) != saved.cut:
                         return False
                     self._promote(header, buffer, self.tiers[:i], changes)
                     return True
@@ -331,7 +331,7 @@ class Store:
             elif put.status is PutStatus.ALREADY_THERE:
                 result.kept[tier.name] = 0
             elif put.status is PutStatus.ORPHAN and header.parent_name is not None:
-                result.stale.append((header.parent_name, header.parent_tip, tier.name))
+                result.stale.append((header.parent_name, header.link.parent_tip, tier.name))
                 if tier.has(header.parent_name) and not result.kept:
                     break  # another engine's cut is there: what goes on from it is planned anew
         self._done(result)

@@ -168,8 +168,9 @@ class _Import:
                 return
             end = min(header.end, rows_end)
             wanted = replace(
-                header, start=position, end=end, parent=parent.address, parent_tip=parent.tip, parent_window=in_chain
-            )
+                header, start=position, end=end, parent=parent.address, parent_tip=parent.tip, parent_window=in_chain,
+                rows_tip=parent.rows_tip if in_chain else parent.tip,
+            )  # fmt: skip
             if (position, end) != (header.start, header.end):
                 chain = self._chain(header)
                 wanted = replace(wanted, address=chain.address(position + 1), tip=chain.address(end))

@@ -51,7 +51,9 @@ def snapshot_segment() -> tuple[torch.Tensor, SegmentHeader, torch.Tensor]:
 
 
 def window_segment(count: int = 4) -> tuple[torch.Tensor, SegmentHeader, torch.Tensor]:
-    header = SegmentHeader(Kind.WINDOW, "model", SPACE, ADDRESS, PARENT, PARENT, TIP, 8, 8 + count, block=4)
+    header = SegmentHeader(
+        Kind.WINDOW, "model", SPACE, ADDRESS, PARENT, PARENT, TIP, 8, 8 + count, block=4, rows_tip=PARENT
+    )
     rows = torch.randint(0, 256, (count, LAYOUT.bytes_per_window_row), dtype=torch.uint8)
     return encode(header, LAYOUT, filling(rows), as_tokens(range(count))), header, rows
 
@@ -81,7 +83,18 @@ def test_window_rows_are_not_served_to_a_model_without_windows() -> None:
 def test_window_rows_of_other_blocks_are_refused(start: int, end: int, block: int, why: str) -> None:
     """Whoever cuts them elsewhere could save them twice."""
     header = SegmentHeader(
-        Kind.WINDOW, "model", SPACE, ADDRESS, PARENT, PARENT, TIP, start, end, parent_window=True, block=block
+        Kind.WINDOW,
+        "model",
+        SPACE,
+        ADDRESS,
+        PARENT,
+        PARENT,
+        TIP,
+        start,
+        end,
+        parent_window=True,
+        block=block,
+        rows_tip=PARENT,
     )
     rows = torch.zeros(end - start, LAYOUT.bytes_per_window_row, dtype=torch.uint8)
     buffer = encode(header, LAYOUT, filling(rows), as_tokens(range(end - start)))
@@ -156,7 +169,7 @@ def test_another_models_segment_is_refused_by_name() -> None:
 
 
 # What a decoder takes as it stands: the finder checks it, and so does whoever asked for a range of tokens.
-PROVENANCE = ("space", "parent", "parent_tip", "tip", "start", "end", "checksum", "__metadata__")
+PROVENANCE = ("space", "parent", "parent_tip", "tip", "rows_tip", "start", "end", "checksum", "__metadata__")
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
@@ -222,8 +235,8 @@ def test_decoding_copies_nothing() -> None:
 
 def test_another_format_is_told_from_damage() -> None:
     buffer, header, _ = rows_segment()
-    content = buffer.numpy().tobytes().replace(b"holdover-segment/4", b"holdover-segment/3")
-    with pytest.raises(OtherFormat, match="holdover-segment/3"):
+    content = buffer.numpy().tobytes().replace(b"holdover-segment/5", b"holdover-segment/4")
+    with pytest.raises(OtherFormat, match="holdover-segment/4"):
         decode(torch.frombuffer(bytearray(content), dtype=torch.uint8), LAYOUT, "model", header.name)
 
 
