@@ -59,7 +59,7 @@ def _window_job(tree: PrefixTree, node: Node, context: PrefixContext, first: int
     parent = node.rows
     if first > max(node.rows.start, first - first % tree.layout.window_block):
         before = node.window_before(first)
-        if before is None:  # what it would go on from is saved nowhere: nobody could find it
+        if before is None or before.rows_tip != node.rows.tip:  # nobody could find it: the chain is not there
             return []
         parent = before
     slots = node.window[first - node.window_start : last - node.window_start]
