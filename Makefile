@@ -3,7 +3,7 @@ PYTHON ?= python3
 STAMP := $(VENV)/.holdover-installed
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test test-slow lint simulate mutants coverage clean
+.PHONY: setup demo test test-slow azurite lint simulate mutants coverage clean
 
 setup: $(STAMP)
 
@@ -19,8 +19,13 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)
 
-test-slow: $(STAMP)
+test-slow: $(STAMP) azurite
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+# The server that az:// is tested with; without npm that test is left out.
+AZURITE := $(VENV)/azurite/node_modules/azurite/dist/src/blob/main.js
+azurite: $(STAMP)
+	test -e $(AZURITE) || ! command -v npm >/dev/null || npm install --silent --no-audit --no-fund --prefix $(VENV)/azurite azurite@3.35.0
 
 # Seeds that nobody has chosen, to break the laws; `make simulate ARGS="--seeds 0:100000"` for a long run.
 simulate: $(STAMP)

@@ -116,6 +116,10 @@ class FaultyS3:
         self._loop.run_until_complete(serve())
         self._loop.run_forever()
 
+    def _translated(self, request: web.Request) -> dict[str, str]:
+        """The headers with which a request is passed on."""
+        return {key: value for key, value in request.headers.items() if key.lower() != "content-length"}
+
     async def _pass_on(self, request: web.Request) -> web.Response:
         self.authorizations.add(request.headers.get("Authorization", ""))
         if self.refuse:
@@ -124,7 +128,7 @@ class FaultyS3:
         await asyncio.sleep(self.delay)
         self.passed += 1
         url = f"http://127.0.0.1:{self.inner.port}{request.raw_path}"
-        headers = {key: value for key, value in request.headers.items() if key.lower() != "content-length"}
+        headers = self._translated(request)
         async with self._client.request(request.method, url, headers=headers, data=await request.read()) as answer:
             kept = {k: v for k, v in answer.headers.items() if k.lower() not in ("transfer-encoding", "content-length")}
             return web.Response(status=answer.status, headers=kept, body=await answer.read())

@@ -3,6 +3,7 @@
 Every call raises TierError with the place and the reason if the place fails.
 """
 
+import json
 import os
 import re
 import secrets
@@ -28,7 +29,11 @@ PROBE = "probe"
 KEY_MARK = "encryption"  # names the key of an encrypted place
 STAGED = re.compile(r"#\d+$")  # a file that is being written, or was when its writer was killed
 REQUEST_TIMEOUT, CONNECT_TIMEOUT, RETRY_TIMEOUT = timedelta(seconds=60), timedelta(seconds=5), timedelta(seconds=20)
-ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT")
+ENDPOINT_VARIABLES = {
+    "s3": ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"),
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+}
+GOOGLE_VARIABLES = ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH")  # the account's file names the server
 MAX_RETRIES = 2  # then the tier is left alone for a while, and serving goes on without it
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # nobody writes to what was read
 ABSENT = (NotFoundError, FileNotFoundError)
@@ -198,7 +203,7 @@ def folder_error(folder: Path, kind: str, error: Exception) -> TierError:
 def bucket_place(url: str, kind: str = "bucket", cipher: Cipher | None = None) -> Place:
     """A bucket of S3, GCS or Azure, below the prefix in its URL. Credentials come from where the service's own tools
     take them: environment, profile, web identity, instance role. Raises TierError."""
-    endpoint = next((os.environ[each] for each in ENDPOINT_VARIABLES if os.environ.get(each)), None)
+    endpoint = _endpoint(url.partition("://")[0])
     profile = profile_options(url, endpoint is not None)
     endpoint = endpoint or profile.get("config", {}).get("endpoint", "")
     try:
@@ -217,6 +222,21 @@ def bucket_place(url: str, kind: str = "bucket", cipher: Cipher | None = None) -
         raise bucket_error(url, kind, error) from None
 
 
+def _endpoint(scheme: str) -> str | None:
+    """The server that the environment names instead of the service's own."""
+    if scheme != "gs":
+        variables = ENDPOINT_VARIABLES.get(scheme, ())
+        return next((os.environ[each] for each in variables if os.environ.get(each)), None)
+    file = next((os.environ[each] for each in GOOGLE_VARIABLES if os.environ.get(each)), None)
+    if file is None:
+        return None
+    try:
+        account = json.loads(Path(file).read_text())
+        return str(account["gcs_base_url"])
+    except (OSError, ValueError, LookupError, TypeError):  # obstore reads it too, and says what is wrong with it
+        return None
+
+
 def bucket_error(url: str, kind: str, error: Exception) -> TierError:
     """A bucket that can't be used."""
     return TierError(
@@ -229,6 +249,6 @@ def reason(error: Exception) -> str:
     """The first line that says why: obstore appends a trace of its own."""
     text = str(error).strip() or type(error).__name__
     for line in text.splitlines():
-        if "os error" in line.lower() or "denied" in line.lower():
+        if "os error" in line.lower() or ("denied" in line.lower() and not line.endswith("{")):
             return line.strip().strip('",')
     return text.splitlines()[0][:300]
