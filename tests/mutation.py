@@ -127,6 +127,8 @@ MUTANTS = [
     Mutant("a turn that another goes on from is held for ever", "engine/deferred.py", "            if (before := self._held.get(each)) is not None:", "            if False and (before := self._held.get(each)):"),
     Mutant("nobody asks for the room of what waits to be saved", "engine/engine.py", "        self.exchange.save_due(room_wanted)", "        self.exchange.save_due(False)"),
     Mutant("windows cut with other rows are taken for one chain", "state/segment.py", "zip(tip, rows_tip, strict=True)) if rows_tip else tip", "zip(tip, rows_tip, strict=True)) if not tip else tip"),
+    Mutant("what another engine computes is computed here too", "engine/exchange.py", "        if not done.elsewhere:\n            return None\n", "        return None\n"),
+    Mutant("a note of what is computed is left for ever", "engine/engine.py", "            self.exchange.unclaim(sequence.claimed)\n", ""),
     Mutant("peers need not know the secret", "store/peer_server.py", "        return key == self._key", "        return True"),
     Mutant("what is only saved counts as on the device", "state/tree.py", "whole = whole and (child.slots is not None if on_device else child.rows_available)", "whole = whole and child.rows_available"),
 ]  # fmt: skip

@@ -26,7 +26,7 @@ from holdover.state.node import Match, path_to
 from holdover.state.policy import ResponseReturns
 from holdover.state.pool import DevicePool
 from holdover.state.tree import PrefixTree
-from holdover.store.jobs import Done, FindJob, LoadDone, PrefixContext, PromoteDone, SaveDone
+from holdover.store.jobs import Done, FindDone, FindJob, LoadDone, PrefixContext, PromoteDone, SaveDone
 from holdover.store.queues import Store
 
 Event = Output | Failed
@@ -54,6 +54,7 @@ class Engine:
         saving: Saving | None = None,
         audit: bool = False,
         find_from: int = FIND_FROM_TOKENS,
+        claim_from: int | None = None,
     ) -> None:
         self.model = model
         self.pool = pool
@@ -66,9 +67,12 @@ class Engine:
         self.returns = ResponseReturns()
         self.tool_times = ToolTimes()
         self.counters = Counters(tiers={tier.name: TierCounters() for tier in store.tiers})
-        self.exchange = Exchange(tree, store, self.counters, saving or Saving(), find_from, audit)
+        self.exchange = Exchange(
+            tree, store, self.counters, saving or Saving(), self.rates, find_from, claim_from, max_batch_tokens, audit
+        )
         self._new_decoder = new_decoder
         self._sequences: dict[int, list[Sequence]] = {}
+        self._asking_again: dict[FindJob, tuple[float, list[Sequence]]] = {}  # others compute what these need
         self._finding: dict[FindJob, list[Sequence]] = {}  # requests that wait to hear what shared tiers know
         self._events: list[Event] = []
 
@@ -151,12 +155,19 @@ class Engine:
     def _end(self, sequence: Sequence) -> None:
         self.scheduler.remove(sequence)
         self.holdings.let_go(sequence)
+        self._unclaim(sequence)
         sequence.status = Status.FINISHED
+
+    def _unclaim(self, sequence: Sequence) -> None:
+        if sequence.claimed is not None:
+            self.exchange.unclaim(sequence.claimed)
+            sequence.claimed = None
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do something now."""
-        return bool(self.scheduler.running or self.scheduler.waiting or self._finding or self._events)
+        asking = self._finding or self._asking_again
+        return bool(self.scheduler.running or self.scheduler.waiting or asking or self._events)
 
     @property
     def idle(self) -> bool:
@@ -165,7 +176,8 @@ class Engine:
 
     def wakes_at(self) -> float | None:
         """When a step will have something to do even if nothing comes in, by the store's clock. None: never."""
-        moments = (self.exchange.next_save(), self.tool_times.next_due())
+        again = [moment for moment, _ in self._asking_again.values()]
+        moments = (self.exchange.next_save(), self.tool_times.next_due(), *again)
         return min((moment for moment in moments if moment is not None), default=None)
 
     # Steps
@@ -183,10 +195,12 @@ class Engine:
             elif isinstance(each, PromoteDone):
                 self.exchange.promoted(each)
             else:
-                self.exchange.found(each)
-                self._go_on(each.job)
+                self._found(each)
         for job in [job for job in self._finding if self.store.overdue(job)]:
             self._go_on(job)
+        now = self.store.now()
+        for job in [job for job, (moment, _) in self._asking_again.items() if moment <= now]:
+            self._ask_again(job)
         room_wanted = self._admit()
         works = self.scheduler.plan(self._preempt)
         if works:
@@ -268,7 +282,8 @@ class Engine:
             self._keep_snapshot(sequence, boundary=position in sequence.request.boundaries)
             if position == sequence.prompt_end:
                 sequence.prompt_node = sequence.node
-                self.exchange.save(sequence.node, sequence.context)
+                self.exchange.save(sequence.node, sequence.context, at_once=sequence.claimed is not None)
+                self._unclaim(sequence)
         elif self.tree.layout.resumes_anywhere and work.num_tokens and position <= sequence.prompt_end:
             self.holdings.publish(sequence, generated=False)
 
@@ -339,6 +354,31 @@ class Engine:
         sequence.loading_pays = None
         sequence.status = Status.WAITING
         self.scheduler.waiting.appendleft(sequence)
+
+    def _found(self, done: FindDone) -> None:
+        self.exchange.found(done)
+        sequences = [each for each in self._finding.get(done.job, ()) if not each.cancelled]
+        if done.claimed is not None:
+            if sequences:
+                sequences[0].claimed = done.claimed
+            else:  # nobody waits for it any more
+                self.exchange.unclaim(done.claimed)
+        again = self.exchange.ask_again_at(done)
+        if sequences and again is not None:
+            self._asking_again[done.job] = again, sequences
+            del self._finding[done.job]
+            return
+        self._go_on(done.job)
+
+    def _ask_again(self, before: FindJob) -> None:
+        _, sequences = self._asking_again.pop(before)
+        sequences = [each for each in sequences if not each.cancelled]
+        if sequences:
+            job = self.exchange.look_for(before.context, before.boundaries, before.since)
+            if job is not None:
+                self._finding[job] = sequences
+            else:
+                self.scheduler.waiting.extend(sequences)
 
     def _go_on(self, job: FindJob) -> None:
         """The request has heard what shared tiers know of its prompt, or has waited long enough."""

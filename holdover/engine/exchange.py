@@ -8,12 +8,14 @@ import numpy as np
 from holdover.config import SaveMode
 from holdover.engine.counters import Counters
 from holdover.engine.deferred import Deferred, Held, Saving
+from holdover.engine.rates import LoadOrCompute
 from holdover.state.node import Node, Saved, path_to
 from holdover.state.segment import Kind, link_tip, state_bytes
 from holdover.state.tree import PrefixTree
 from holdover.store.audit import TierAudit
 from holdover.store.jobs import (
     Change,
+    Claimed,
     FindDone,
     FindJob,
     Found,
@@ -28,13 +30,19 @@ from holdover.store.jobs import (
 )
 from holdover.store.queues import Store
 
+CLAIM_SECONDS = 1.0  # what takes longer to compute is told to other engines
+CLAIM_TOKENS = 4096  # while it is not known how long that takes
+ASK_AGAIN_SECONDS = 0.2  # for what another engine is computing
+UNKNOWN_SECONDS = 10.0  # that it is waited for, while it is not known how long computing it would take here
 MOST_AGAIN = 3  # times that a save is repeated which came before its parent
 
 
 class Exchange:
     """One tree's dealings with one store. With `audit`, copies of each prefix position in each tier are counted.
 
-    Shared tiers are asked about a prompt of which at least `find_from` tokens would have to be computed.
+    Shared tiers are asked about a prompt of which at least `find_from` tokens would have to be computed. Where at
+    least `claim_from` of them are kept nowhere, engines tell each other who computes them; None: as many as take a
+    second.
     """
 
     def __init__(
@@ -43,7 +51,10 @@ class Exchange:
         store: Store,
         counters: Counters,
         saving: Saving,
+        rates: LoadOrCompute,
         find_from: int,
+        claim_from: int | None,
+        most_at_once: int,
         audit: bool,
     ) -> None:
         self.tree = tree
@@ -54,13 +65,17 @@ class Exchange:
         self.promotions_under_way = 0
         self._counters = counters
         self._saving = saving
+        self._rates = rates
         self._find_from = find_from
+        self._claim_from = claim_from
+        self._most_at_once = most_at_once
         self._backlog_bytes = 0
 
     # Finding
 
-    def look_for(self, context: PrefixContext, boundaries: Iterable[int]) -> FindJob | None:
-        """Ask the shared tiers what they know of a prompt. None if there is too little to gain, or they are silent."""
+    def look_for(self, context: PrefixContext, boundaries: Iterable[int], since: float | None = None) -> FindJob | None:
+        """Ask the shared tiers what they know of a prompt. None if there is too little to gain, or they are silent.
+        since: when it was first asked about, if not now."""
         if not self.store.shared_tiers:
             return None
         tree, prompt = self.tree, context.tokens
@@ -69,14 +84,43 @@ class Exchange:
         if len(prompt) - resume < self._find_from:
             return None
         known = {tier.name: tree.covered_by(root, prompt, tier.name) for tier in self.store.shared_tiers}
-        job = FindJob(context, known, resume, [each for each in boundaries if 0 < each <= len(prompt)])
+        job = FindJob(
+            context, known, resume, [each for each in boundaries if 0 < each <= len(prompt)],
+            claim_from=self._tokens_to_claim(), since=self.store.now() if since is None else since,
+        )  # fmt: skip
         return job if self.store.find(job) else None
+
+    def _tokens_to_claim(self) -> int:
+        if self._claim_from is not None:
+            return self._claim_from
+        seconds = self._rates.seconds_to_compute(CLAIM_TOKENS, self._most_at_once)
+        return CLAIM_TOKENS if not seconds else int(CLAIM_TOKENS * CLAIM_SECONDS / seconds)
 
     def found(self, done: FindDone) -> None:
         """What shared tiers know of a prompt joins the tree, however late it comes."""
         self.store.found(done.job)
         for found in done.found:
             self._learn(found, done.job.context)
+
+    def ask_again_at(self, done: FindDone) -> float | None:
+        """When to ask again, as another engine is computing what a request needs; None if it is not waited for: no
+        longer than computing it here would take, and not at all if loading it would take longer than that."""
+        if not done.elsewhere:
+            return None
+        tiers = [tier.name for tier in self.store.shared_tiers if tier.claims]
+        nbytes = done.elsewhere * self.tree.layout.bytes_per_token + self.tree.layout.bytes_per_snapshot
+        seconds = self._rates.seconds_to_compute(done.elsewhere, self._most_at_once)
+        load = self._rates.seconds_to_load({tiers[0]: nbytes})
+        if seconds is not None and load is not None and load > seconds:
+            return None
+        now = self.store.now()
+        again = now + ASK_AGAIN_SECONDS
+        limit = UNKNOWN_SECONDS if seconds is None else seconds + CLAIM_SECONDS
+        return again if again < done.job.since + limit else None
+
+    def unclaim(self, claimed: Claimed) -> None:
+        """What this engine has said it would compute is saved, after what is to be saved now, or will not be."""
+        self.store.unclaim(claimed)
 
     def _learn(self, found: Found, context: PrefixContext) -> None:
         """A tier keeps a segment of this prefix that another engine saved, or this one before a restart."""
@@ -94,12 +138,13 @@ class Exchange:
 
     # Saving
 
-    def save(self, node: Node | None, context: PrefixContext) -> None:
-        """A turn has ended at `node`, or stops there for a while: what the tiers lack of its path is to be saved."""
+    def save(self, node: Node | None, context: PrefixContext, at_once: bool = False) -> None:
+        """A turn has ended at `node`, or stops there for a while: what the tiers lack of its path is to be saved.
+        at_once: others wait for it."""
         self.delete_forgotten()  # first: what is saved now may go by the same name
         if not self.store.tiers or node is None:
             return
-        if self._saving.mode is SaveMode.EAGER:
+        if at_once or self._saving.mode is SaveMode.EAGER:
             self._save_path(node, context)
             return
         self.deferred.hold(node, context, self.store.now())

@@ -11,7 +11,7 @@ from holdover.engine.text import StopStrings, TextDecoder
 from holdover.state.address import Tokens
 from holdover.state.node import Node
 from holdover.state.pool import Slots
-from holdover.store.jobs import PrefixContext
+from holdover.store.jobs import Claimed, PrefixContext
 
 
 class Status(Enum):
@@ -58,6 +58,7 @@ class Sequence:
     window: Slots = field(default_factory=lambda: np.empty((0, 0), dtype=np.int64))
     promoted: bool = False
     prompt_node: Node | None = None  # that ends where the prompt does, once that is computed
+    claimed: Claimed | None = None  # other engines have been told that this one computes it
     calls: tuple[float, ...] = ()  # seconds that its session was away between earlier turns
     loading_pays: bool | None = None  # None: not decided yet
     window_start: int = 0

@@ -51,12 +51,15 @@ def look(tier: Tier, name: str, link: Link, context: PrefixContext) -> Found | N
         return None
 
 
-def find(tier: Tier, job: FindJob, layout: Layout) -> list[Found]:
-    """What a tier keeps of a prompt beyond what is known: rows, then the last snapshot to go on from, then its window.
+def find(tier: Tier, job: FindJob, layout: Layout) -> tuple[list[Found], int]:
+    """What a tier keeps of a prompt beyond what is known: rows, then the last snapshot to go on from, then its window;
+    and up to which position it keeps rows.
 
     Enters all of it in the tier's books. Raises TierError.
     """
-    return _Search(tier, job, layout).run()
+    search = _Search(tier, job, layout)
+    found = search.run()
+    return found, search.position
 
 
 class _Search:

@@ -53,6 +53,13 @@ class DeleteJob:
 
 
 @dataclass(frozen=True, slots=True)
+class UnclaimJob:
+    """A note to be taken away."""
+
+    claimed: "Claimed"
+
+
+@dataclass(frozen=True, slots=True)
 class Found:
     """A segment that a tier was found to keep. tokens: ids of its rows (none for a snapshot)."""
 
@@ -161,7 +168,8 @@ class FindJob:
     known: rows of the prompt that each tier is known to keep, from position 0 on, with the position up to which they
     are the prompt's; it is asked for what follows. resume: from where the request can go on as it is. boundaries:
     positions where a snapshot may lie, besides ends of segments.
-    deadline: the request waits no longer than that, by the store's clock.
+    deadline: the request waits no longer than that, by the store's clock. claim_from: if at least so many tokens are
+    kept nowhere, leave a note that they are being computed; None for none. since: when it was first asked about.
     """
 
     context: PrefixContext
@@ -169,14 +177,27 @@ class FindJob:
     resume: int
     boundaries: list[int]
     deadline: float = 0.0
+    claim_from: int | None = None
+    since: float = 0.0
 
 
 @dataclass(eq=False, slots=True)
 class FindDone:
-    """Everything that was found, of each tier in the order of positions."""
+    """Everything that was found, of each tier in the order of positions. claimed: what this engine has left a note of;
+    elsewhere: tokens of the prompt that another engine is computing."""
 
     job: FindJob
     found: list[Found] = field(default_factory=list)
+    claimed: "Claimed | None" = None
+    elsewhere: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """A note that was left: under the name of a segment, in a tier."""
+
+    name: str
+    tier: str
 
 
 Done = SaveDone | LoadDone | FindDone | PromoteDone

@@ -17,6 +17,7 @@ class MemoryTier:
 
     immediate = True
     shared = False
+    claims = False
     opened = True
 
     def __init__(self, budget_bytes: int, name: str = "memory") -> None:
@@ -62,6 +63,12 @@ class MemoryTier:
 
     def delete(self, name: str, parent: str | None = None) -> None:
         self._ledger.remove(name)
+
+    def claim(self, name: str, content: bytes) -> bytes | None:
+        return None
+
+    def unclaim(self, name: str) -> None:
+        """Nobody else is here."""
 
     def scan(self) -> Iterator[str]:
         return self._ledger.names()

@@ -20,6 +20,8 @@ from holdover.store.tier import ALONE, PutResult, PutStatus
 from holdover.store.usage import FolderUsage
 
 log = logging.getLogger(__name__)
+CLAIMS = "claims"  # notes of what is being computed; not counted, a few hundred bytes each while they last
+CLAIM_LEFT_SECONDS = 3600.0  # who left an older one is gone
 ROOT = "0" * PARENT_DIGITS  # where a segment that begins at position 0 would name its parent
 KINDS = frozenset(kind.value for kind in Kind)
 OPENING_SECONDS = 60.0  # a save waits no longer for the list of a place to end
@@ -84,6 +86,7 @@ class ObjectTier:
 
     immediate = False
     shared = True
+    claims = True
 
     def __init__(
         self, place: Place, budget_bytes: int, name: str, usage: FolderUsage | None = None, wait: bool = True
@@ -144,6 +147,9 @@ class ObjectTier:
                 self._usage.admit_others()
         self._remove_orphans()
         self._ledger.shrink()
+        for item in self.place.list(CLAIMS):
+            if item.modified < time.time() - CLAIM_LEFT_SECONDS:
+                self.place.delete(item.path)
 
     def _remove_orphans(self) -> None:
         """Remove what goes on from rows that are gone. Others may be writing: what seems to have no parent in one list
@@ -264,6 +270,12 @@ class ObjectTier:
 
     def adopt(self, name: str, nbytes: int, link: Link) -> bool:
         return self._ledger.adopt(name, nbytes + self.place.overhead(nbytes), link)
+
+    def claim(self, name: str, content: bytes) -> bytes | None:
+        return self.place.create_note(f"{CLAIMS}/{name}", content)
+
+    def unclaim(self, name: str) -> None:
+        self.place.delete(f"{CLAIMS}/{name}")
 
     @property
     def num_segments(self) -> int:

@@ -25,6 +25,7 @@ class PeerTier:
 
     immediate = False
     shared = True
+    claims = False
     opened = True
     budget_bytes = NO_LIMIT
 
@@ -125,6 +126,12 @@ class PeerTier:
         """It is not there, or not to be relied on. The peer is asked again when it is next looked for."""
         with self._lock:
             self._known.pop(name, None)
+
+    def claim(self, name: str, content: bytes) -> bytes | None:
+        return None
+
+    def unclaim(self, name: str) -> None:
+        """Nothing is written there."""
 
     def scan(self) -> Iterator[str]:
         with self._lock:

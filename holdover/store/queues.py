@@ -24,11 +24,14 @@ from holdover.state.segment import (
     encode,
     parse_header,
     segment_bytes,
+    segment_name,
     state_bytes,
 )
+from holdover.store.claims import make_claim, shared_with
 from holdover.store.finding import HEAD_BYTES, find, look
 from holdover.store.jobs import (
     Change,
+    Claimed,
     DeleteJob,
     Done,
     FindDone,
@@ -41,6 +44,7 @@ from holdover.store.jobs import (
     SaveDone,
     SaveJob,
     TierChange,
+    UnclaimJob,
 )
 from holdover.store.tier import PutStatus, Tier
 
@@ -122,6 +126,7 @@ class Store:
         finds = start is not None and self.shared_tiers
         self._finder = start("holdover-find", self._find) if start is not None and finds else None
         self._finds: dict[FindJob, None] = {}  # under way
+        self._claimed: set[Claimed] = set()  # what this engine has said it computes
         self._promoter = start("holdover-promote", self._promote_all) if start is not None and len(tiers) > 1 else None
 
     def save(self, job: SaveJob) -> None:
@@ -216,12 +221,47 @@ class Store:
             if tier.name not in job.known or self._clock() < self._silent_until.get(tier.name, 0.0):
                 continue
             try:
-                result.found += find(tier, job, self.layout)
+                found, position = find(tier, job, self.layout)
+                result.found += found
+                if tier.claims and result.claimed is None and not result.elsewhere:
+                    self._claim(tier, job, position, result)
             except TierError as error:
                 self._fault(tier, error)
             except Exception:
                 log.exception("looking into the %s tier failed", tier.name)
         self._done(result)
+
+    def _claim(self, tier: Tier, job: FindJob, position: int, result: FindDone) -> None:
+        """Leave a note that what the tier lacks of a prompt is being computed, or find that another engine does so."""
+        chain, length = job.context.chain, len(job.context.tokens)
+        if job.claim_from is None or length - max(position, job.resume) < job.claim_from:
+            return
+        name = segment_name(Kind.ROWS, chain.address(position + 1))
+        if Claimed(name, tier.name) in self._claimed:  # for another request: the scheduler lets one wait for the other
+            return
+        there = tier.claim(name, make_claim(chain, position, length))
+        if there is None:
+            result.claimed = Claimed(name, tier.name)
+            self._claimed.add(result.claimed)
+        else:
+            result.elsewhere = max(0, shared_with(there, chain, position, length) - max(position, job.resume))
+
+    def unclaim(self, claimed: Claimed) -> None:
+        """Take a note away, after what was submitted before is saved."""
+        job = UnclaimJob(claimed)
+        if self._saver is not None:
+            self._saver.submit(job)
+        else:
+            self._write(job)
+
+    def _unclaim(self, claimed: Claimed) -> None:
+        self._claimed.discard(claimed)
+        for tier in self.tiers:
+            if tier.name == claimed.tier:
+                try:
+                    tier.unclaim(claimed.name)
+                except TierError as error:
+                    self._fault(tier, error)
 
     def _small_and_near(self, job: LoadJob) -> bool:
         nearest = self.tiers[0]
@@ -247,9 +287,12 @@ class Store:
         else:
             self._write(job)
 
-    def _write(self, job: SaveJob | DeleteJob) -> None:
+    def _write(self, job: SaveJob | DeleteJob | UnclaimJob) -> None:
         if isinstance(job, SaveJob):
             self._save(job)
+            return
+        if isinstance(job, UnclaimJob):
+            self._unclaim(job.claimed)
             return
         for tier in self.tiers:
             if tier.name in job.tiers:

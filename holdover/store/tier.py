@@ -36,6 +36,7 @@ class Tier(Protocol):
     name: str
     budget_bytes: int
     immediate: bool  # whether `get` only takes as long as a copy in memory
+    claims: bool  # whether engines can leave notes for each other here
     shared: bool  # whether other engines may keep segments here too: it takes only what continues a chain from its root
 
     @property
@@ -59,6 +60,12 @@ class Tier(Protocol):
 
     def adopt(self, name: str, nbytes: int, link: Link) -> bool:
         """Enter a segment that was found in the books. False if they have no room for it."""
+
+    def claim(self, name: str, content: bytes) -> bytes | None:
+        """Leave a note for others that the segment `name` is being computed. What there is already, if there is."""
+
+    def unclaim(self, name: str) -> None:
+        """Take a note away, whoever left it."""
 
     def delete(self, name: str, parent: str | None = None) -> None:
         """Forget a segment, and what goes on from it; no error if it is not there. parent: in case that the books don't

@@ -88,7 +88,7 @@ class Host:
         self.engine = Engine(
             model, self.pool, self.tree, self.store, max_batch_tokens=scenario.max_batch_tokens,
             snapshot_spacing=scenario.snapshot_spacing, audit=self.audited, find_from=1,
-            saving=Saving(mode=scenario.save, backlog_bytes=scenario.backlog_bytes),
+            claim_from=scenario.claim_from, saving=Saving(mode=scenario.save, backlog_bytes=scenario.backlog_bytes),
         )  # fmt: skip
         self.engine.scheduler.loading_pays = lambda *_: self.rng.random() < scenario.loads
         self.put_before = {tier.name: tier.bytes_put[self.name] for tier in self.tiers}

@@ -79,6 +79,7 @@ class Scenario(msgspec.Struct):
     slow_messages: float = 0.01  # seconds, at most
     save: SaveMode = SaveMode.EAGER
     backlog_bytes: int = 1 << 26
+    claim_from: int = 1 << 30
     loads: float = 1.0  # share of the times that loading is thought to be faster than computing
 
     def longest(self) -> int:
@@ -185,6 +186,7 @@ def make_scenario(seed: int) -> Scenario:
             )
     scenario.save = rng.choice(list(SaveMode))
     scenario.backlog_bytes = int(segment * rng.choice([0.1, 1.0, 50.0]))
+    scenario.claim_from = rng.choice([1, 20, 1 << 30])
     scenario.loads = rng.choice([1.0, 1.0, 0.5])
     return scenario
 

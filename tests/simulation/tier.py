@@ -39,6 +39,7 @@ class SimulatedTier:
         self.budget_bytes = inner.budget_bytes
         self.immediate = inner.immediate
         self.shared = inner.shared
+        self.claims = inner.claims
         self.opened = True
         self.faults = faults
         self.rng = random.Random(f"{world.scenario.seed} {name}")
@@ -134,6 +135,17 @@ class SimulatedTier:
 
     def adopt(self, name: str, nbytes: int, link: Link) -> bool:
         return self.inner.adopt(name, nbytes, link)
+
+    def claim(self, name: str, content: bytes) -> bytes | None:
+        self._pass_time("put")
+        self._meet_faults("put")
+        there = self.inner.claim(name, content)
+        self._pass_time("put")
+        return there
+
+    def unclaim(self, name: str) -> None:
+        self._meet_faults("delete")
+        self.inner.unclaim(name)
 
     # Faults
 
