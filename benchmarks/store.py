@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -118,19 +119,22 @@ def memory(rounds: int) -> dict[str, Any]:
         sources = [np.ones(rows.nbytes, dtype=np.uint8) for _ in range(spread)]
         targets = [np.ones(rows.nbytes, dtype=np.uint8) for _ in range(spread)]
         number = [0]
+        kept: deque[str] = deque(maxlen=max(2, spread // 2))  # the newest: what the tier has for sure
 
         def copy(sources: Any = sources, targets: Any = targets, number: Any = number, spread: int = spread) -> None:
             number[0] += 1
             np.copyto(targets[number[0] % spread], sources[number[0] % spread])
 
-        def save(rows: Rows = rows, tier: MemoryTier = tier, number: Any = number) -> None:
+        def save(rows: Rows = rows, tier: MemoryTier = tier, number: Any = number, kept: deque[str] = kept) -> None:
             number[0] += 1
             head = header(number[0], rows.count)
             nbytes = segment_bytes(head, LAYOUT)
             tier.put(head.name, nbytes, lambda: rows.encode(number[0]))
+            kept.append(head.name)
 
-        def load(rows: Rows = rows, tier: MemoryTier = tier) -> None:
-            name = next(iter(tier.scan()))
+        def load(rows: Rows = rows, tier: MemoryTier = tier, kept: deque[str] = kept) -> None:
+            kept.rotate(1)
+            name = kept[0]
             tier.touch([name])
             with tier.get(name) as buffer:
                 assert buffer is not None
