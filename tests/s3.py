@@ -96,6 +96,7 @@ class FaultyS3:
         self.environment = environment(self.port)
         self.refuse, self.delay = 0, 0.0
         self.refused = self.passed = 0
+        self._asleep = self.slept_at_once = 0  # requests that wait, and the most that did so together
         self.authorizations: set[str] = set()  # that came with requests
         started = threading.Event()
         self._loop = asyncio.new_event_loop()
@@ -125,7 +126,10 @@ class FaultyS3:
         if self.refuse:
             self.refused += 1
             return web.Response(status=self.refuse, text="<Error><Code>SlowDown</Code></Error>")
+        self._asleep += 1
+        self.slept_at_once = max(self.slept_at_once, self._asleep if self.delay else 0)
         await asyncio.sleep(self.delay)
+        self._asleep -= 1
         self.passed += 1
         url = f"http://127.0.0.1:{self.inner.port}{request.raw_path}"
         headers = self._translated(request)

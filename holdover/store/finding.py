@@ -20,15 +20,16 @@ HEAD_BYTES = 8192
 MOST_SNAPSHOT_PROBES = 16
 
 
-def look(tier: Tier, name: str, link: Link, context: PrefixContext) -> Found | None:
+def look(tier: Tier, name: str, link: Link, context: PrefixContext, head: bytes | None = None) -> Found | None:
     """What a tier keeps of a prefix under a name, from its head alone; None if it is nothing that can be used. link:
-    names the parent that it must have.
+    names the parent that it must have. head: if it was read before.
 
     The ids of rows are checked against the segment's own address, and so is its header; the checksum over everything is
     checked when it is loaded. Raises TierError.
     """
     try:
-        head = tier.head(name, HEAD_BYTES, link.parent)
+        if head is None:
+            head = tier.head(name, HEAD_BYTES, link.parent)
         if head is None:
             return None
         header, _, data_start, _ = parse_header(head)
@@ -71,6 +72,7 @@ class _Search:
         self.job = job
         self.layout = layout
         self.tokens = job.context.tokens
+        self.heads: dict[str, bytes] | None = None  # that were read ahead
         self.rows = [(saved.name, saved.tip, end) for saved, end in job.known[tier.name]]
 
     @property
@@ -87,12 +89,21 @@ class _Search:
             shared = common_length(each.tokens, self.tokens[self.position :])
             self.rows.append((each.header.name, each.header.tip, self.position + shared))
             found.append(each)
+            if self.heads is None:
+                self._read_ahead()
         for end in self._snapshot_positions() if self.layout.snapshot_fields else ():
             snapshot = self._look(Kind.SNAPSHOT, end, self._link(end))
             window = self._window(end) if snapshot is not None else None
             if snapshot is not None and window is not None:
                 return [*found, snapshot, *window]
         return found
+
+    def _read_ahead(self) -> None:
+        """One hit, and the tier's books say where its chain goes on: a name for each position, and those that are in
+        the books. So a long chain in a bucket takes a few round trips, not one for each segment."""
+        address = self.job.context.chain.address
+        names = (segment_name(Kind.ROWS, address(at + 1)) for at in range(self.position, len(self.tokens)))
+        self.heads = self.tier.heads(names, HEAD_BYTES)
 
     def _link(self, position: int) -> Link:
         """To the rows segment that holds token `position - 1`."""
@@ -132,7 +143,8 @@ class _Search:
         """What begins (a snapshot: lies) at a position."""
         context = self.job.context
         named_at = position if kind is Kind.SNAPSHOT else position + 1
-        found = look(self.tier, segment_name(kind, context.chain.address(named_at)), link, context)
+        name = segment_name(kind, context.chain.address(named_at))
+        found = look(self.tier, name, link, context, None if self.heads is None else self.heads.pop(name, None))
         if found is None or found.header.start != position:
             return None
         nbytes = segment_bytes(found.header, self.layout)

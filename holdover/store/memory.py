@@ -1,6 +1,6 @@
 """The memory tier: segments in host RAM."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -57,6 +57,9 @@ class MemoryTier:
     def head(self, name: str, nbytes: int, parent: str | None) -> bytes | None:
         with self.get(name) as buffer:
             return None if buffer is None else buffer[:nbytes].numpy().tobytes()
+
+    def heads(self, names: Iterable[str], nbytes: int) -> dict[str, bytes]:
+        return {}
 
     def adopt(self, name: str, nbytes: int, link: Link) -> bool:
         return self._ledger.has(name)

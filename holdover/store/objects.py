@@ -3,7 +3,8 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -26,6 +27,7 @@ ROOT = "0" * PARENT_DIGITS  # where a segment that begins at position 0 would na
 KINDS = frozenset(kind.value for kind in Kind)
 OPENING_SECONDS = 60.0  # a save waits no longer for the list of a place to end
 TRY_AGAIN_SECONDS = 1.0  # after a list that failed
+HEADS_AT_ONCE = 16
 RELIST_SECONDS = 10.0  # a full place that others write to is not listed more often
 
 
@@ -267,6 +269,16 @@ class ObjectTier:
 
     def head(self, name: str, nbytes: int, parent: str | None) -> bytes | None:
         return self.place.read_start(object_path(name, parent), nbytes)
+
+    def heads(self, names: Iterable[str], nbytes: int) -> dict[str, bytes]:
+        if self.place.folder is not None or not self.opened:
+            return {}
+        known = [name for name in names if self._ledger.has(name)]
+        if len(known) < 2:
+            return {}
+        with ThreadPoolExecutor(min(HEADS_AT_ONCE, len(known)), thread_name_prefix="holdover-heads") as pool:
+            found = pool.map(lambda name: self.place.read_start(self._path(name), nbytes), known)
+            return {name: head for name, head in zip(known, found, strict=True) if head is not None}
 
     def adopt(self, name: str, nbytes: int, link: Link) -> bool:
         return self._ledger.adopt(name, nbytes + self.place.overhead(nbytes), link)

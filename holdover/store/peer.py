@@ -1,7 +1,7 @@
 """The peer tier: what the tiers of another Holdover process keep, read over the network. Nothing is written there."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 
@@ -113,6 +113,9 @@ class PeerTier:
             self.delete(name)
             return None
         return bytes(content)
+
+    def heads(self, names: Iterable[str], nbytes: int) -> dict[str, bytes]:
+        return {}
 
     def adopt(self, name: str, nbytes: int, link: Link) -> bool:
         with self._lock:

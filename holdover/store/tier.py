@@ -1,6 +1,6 @@
 """What a tier is: a place that keeps segments under a hard byte budget."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
@@ -57,6 +57,10 @@ class Tier(Protocol):
 
     def head(self, name: str, nbytes: int, parent: str | None) -> bytes | None:
         """The first bytes of a segment, or None if it is not there. Asks the place itself, not only the books."""
+
+    def heads(self, names: Iterable[str], nbytes: int) -> dict[str, bytes]:
+        """The first bytes of those segments that the books have, read all at once, where reading one after another
+        would take long; else none. Raises TierError."""
 
     def adopt(self, name: str, nbytes: int, link: Link) -> bool:
         """Enter a segment that was found in the books. False if they have no room for it."""

@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -133,6 +133,13 @@ class SimulatedTier:
         buffer = self._damaged(torch.frombuffer(bytearray(head), dtype=torch.uint8), damage, name)
         return None if buffer is None else buffer.numpy().tobytes()[:nbytes]
 
+    def heads(self, names: Iterable[str], nbytes: int) -> dict[str, bytes]:
+        self._pass_time("get")
+        if self.rng.random() < 0.5:
+            return {}
+        found = {name: self.head(name, nbytes, link_parent(self.inner, name)) for name in names if self.inner.has(name)}
+        return {name: head for name, head in found.items() if head is not None}
+
     def adopt(self, name: str, nbytes: int, link: Link) -> bool:
         return self.inner.adopt(name, nbytes, link)
 
@@ -247,6 +254,11 @@ class SimulatedTier:
             pages = obstore.list(self.inner.place._store, prefix="segments")
             held = sum(item["size"] for page in pages for item in page)
             assert held <= self.inner.used_bytes(), f"law 6: {self.shown} holds {held} bytes, more than it counts"
+
+
+def link_parent(tier: Tier, name: str) -> str | None:
+    """What stands in a segment's path for its parent."""
+    return tier._ledger.parent(name)  # type: ignore[attr-defined, no-any-return]
 
 
 def short(name: str) -> str:

@@ -1,5 +1,6 @@
 """Buckets: the same tier on a real S3 server (moto's, over HTTP), through outages."""
 
+import random
 import re
 import sys
 import threading
@@ -12,9 +13,11 @@ import torch
 
 from holdover.config import NO_LIMIT, TierConfig, choose_tiers, parse_tier, tier_names
 from holdover.errors import HoldoverError, TierError
+from holdover.models.oracle import Oracle
 from holdover.store.objects import ObjectTier, bucket_tier
 from holdover.store.opening import open_tier
 from holdover.store.tier import PutStatus
+from tests.engine.harness import Bench
 from tests.s3 import BUCKET, S3, FaultyS3, s3_client
 
 NAME = "ab" * 32 + ".rows"
@@ -193,3 +196,24 @@ def test_a_profile_without_boto3_says_what_to_install(profile: FaultyS3, monkeyp
     monkeypatch.setitem(sys.modules, "obstore.auth.boto3", None)  # which imports it
     with pytest.raises(TierError, match=r"pip install 'holdover\[aws\]'"):
         bucket_tier(f"s3://{BUCKET}/agents", 10_000, "s3")
+
+
+def test_a_long_session_in_a_bucket_is_found_in_a_few_round_trips(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixty turns, and a server that takes 50 ms for each request: their heads are asked for at once."""
+    server = FaultyS3()
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    history: list[int] = random.Random(1).choices(range(256), k=40)
+    first = Bench(Oracle("hybrid"), tiers=(bucket_tier(f"s3://{BUCKET}/long", NO_LIMIT, "s3"),), find_from=1)
+    for turn in range(60):
+        history = [*history, *first.ask(history, 2), *random.Random(turn).choices(range(256), k=5)]
+    second = Bench(Oracle("hybrid"), tiers=(bucket_tier(f"s3://{BUCKET}/long", NO_LIMIT, "s3"),), find_from=1)
+    server.delay = 0.05
+    request = second.submit(history)
+    server.delay = 0.0
+    second.run()
+    server.close()
+    assert second.tokens(request) == Bench(Oracle("hybrid")).ask(history, 4)
+    assert second.usage(request).computed == 5 + 1
+    assert second.engine.counters.tiers["s3"].segments_found > 100
+    assert server.slept_at_once > 4, "one after another"
