@@ -1,6 +1,8 @@
 """`python -m tests.mutation`: plant known faults, one at a time, and show that the tests catch every one."""
 
+import math
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -158,21 +160,33 @@ def run(mutant: Mutant | None) -> tuple[bool, str, float]:
 def main(
     only: Annotated[str, typer.Option(help="Only mutants whose name contains this.")] = "",
     processes: Annotated[int, typer.Option(help="Run as many at once.")] = os.cpu_count() or 1,
+    minutes: Annotated[
+        float | None, typer.Option(help="Begin none after so long; which come first is left to chance.")
+    ] = None,
 ) -> None:
     """Exits with 1 if a mutant survives, or if the tests fail with no fault planted."""
     chosen = [mutant for mutant in MUTANTS if only in mutant.name]
+    deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
+    if minutes is not None:
+        random.shuffle(chosen)
     if not chosen:
         typer.echo(f"--only {only!r}: no mutant is called so.", err=True)
         raise typer.Exit(2)
-    survivors = 0
+    survivors = count = 0
     with ThreadPoolExecutor(processes) as pool:
         untouched = pool.submit(run, None)
-        for mutant, (caught, by, seconds) in zip(chosen, pool.map(run, chosen), strict=True):
+        results = pool.map(lambda mutant: run(mutant) if time.monotonic() < deadline else None, chosen)
+        for mutant, result in zip(chosen, results, strict=True):
+            if result is None:
+                continue
+            caught, by, seconds = result
+            count += 1
             survivors += not caught
             print(f"{'caught  ' if caught else 'SURVIVED'} {seconds:5.0f} s  {mutant.name}: {by[:150]}", flush=True)
         broken, by, seconds = untouched.result()
     print(f"no fault planted: {by if broken else 'the tests pass'} ({seconds:.0f} s)")
-    print(f"{len(chosen) - survivors} of {len(chosen)} caught")
+    left = f"; {len(chosen) - count} not run, for want of time" if count < len(chosen) else ""
+    print(f"{count - survivors} of {count} caught{left}")
     raise typer.Exit(int(broken or survivors > 0))
 
 
