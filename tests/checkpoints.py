@@ -4,7 +4,15 @@ import json
 from pathlib import Path
 
 import torch
-from transformers import KimiLinearConfig, KimiLinearForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    KimiLinearConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 VOCAB_SIZE = 320
 
@@ -23,29 +31,39 @@ def kimi_linear_config(**changes: object) -> KimiLinearConfig:
     )  # fmt: skip
 
 
-def qwen3_config(**changes: object) -> Qwen3Config:
-    return Qwen3Config(
-        **{
-            "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
-            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 1024,
-            "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.1,
-            **changes,
-        }
-    )  # fmt: skip
+DENSE = {
+    "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 1024,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.1,
+}  # fmt: skip
+SPARSE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+def make_config(model_type: str, **changes: object) -> PreTrainedConfig:
+    """A small configuration of a type that we serve."""
+    match model_type:
+        case "kimi_linear":
+            return kimi_linear_config(**changes)
+        case "qwen3":
+            return Qwen3Config(**{**DENSE, **changes})
+        case "qwen3_moe":
+            return Qwen3MoeConfig(**{**DENSE, **SPARSE, **changes})
+        case "llama":
+            return LlamaConfig(**{**DENSE, **changes})
+        case "mistral":
+            return MistralConfig(**{**DENSE, "sliding_window": 24, **changes})
+    raise ValueError(model_type)
 
 
 def make_reference(model_type: str, seed: int = 0, **changes: object) -> torch.nn.Module:
     """Transformers' own model, with every weight drawn, so that no term of any layer is zero or one by chance."""
     torch.manual_seed(seed)
-    if model_type == "kimi_linear":
-        model = KimiLinearForCausalLM(kimi_linear_config(**changes))
-    else:
-        model = Qwen3ForCausalLM(qwen3_config(**changes))
+    model = AutoModelForCausalLM.from_config(make_config(model_type, **changes))
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if "norm" in name and name.endswith("weight"):
                 tensor.uniform_(0.5, 1.5)
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "proj.bias")):
                 tensor.uniform_(-0.1, 0.1)
     return model.eval()
 

@@ -6,66 +6,38 @@ Source: Kimi Team, "Kimi Linear: An Expressive, Efficient Attention Architecture
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from holdover.models.base import Batch
+from holdover.models.decoder import Arrays, Decoder, Layer, Place, Turn, feed_forward, layer_norms
 from holdover.models.loader import Weights, positive, require
 from holdover.ops.attention import latent_attention
 from holdover.ops.delta import kimi_delta_attention
-from holdover.ops.experts import ExpertFeedForward, FeedForward, route_sigmoid
+from holdover.ops.experts import ExpertFeedForward, route_sigmoid
 from holdover.ops.linear import HeadLinear, Linear
 from holdover.ops.norm import rms_norm
-from holdover.state.layout import LAST_HIDDEN, ArraySpec, Layout
+from holdover.state.layout import ArraySpec
 from holdover.state.pool import DevicePool
 
 LATENT_NORM_EPS = 1e-6  # of kv_a_layernorm and q_a_layernorm, whatever rms_norm_eps says
 
 
-class KimiLinear:
-    """A checkpoint of model_type "kimi_linear"."""
+def kimi_linear(config: dict[str, Any], weights: Weights, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """A checkpoint of model_type "kimi_linear". Raises ModelError."""
+    config = _normalised(config)
 
-    def __init__(self, config: dict[str, Any], weights: Weights, dtype: torch.dtype, device: torch.device) -> None:
-        config = _normalised(config)
-        self.vocab_size: int = config["vocab_size"]
-        self.context_length: int = config["model_max_length"]
-        self.device = device
-        eos = config.get("eos_token_id")
-        self.eos_token_ids = frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
-        self.eps: float = config["rms_norm_eps"]
-        hidden = config["hidden_size"]
+    def make_layer(index: int, weights: Weights, place: Place) -> Layer:
+        input_norm, post_norm = layer_norms(config, index, weights, place)
+        attention = LatentAttention if config["layer_types"][index] == "full_attention" else DeltaAttention
+        mixer = attention(config, index, weights, place, config["rms_norm_eps"])
+        prefix = f"model.layers.{index}"
+        if config["mlp_layer_types"][index] == "sparse":
+            return Layer(input_norm, mixer, post_norm, Experts(config, prefix, weights, place))
+        prefixes = (f"{prefix}.mlp", f"{prefix}.block_sparse_moe")
+        dense = feed_forward(weights, place, prefixes, config["hidden_size"], config["intermediate_size"])
+        return Layer(input_norm, mixer, post_norm, dense)
 
-        def place(tensor: torch.Tensor, kind: torch.dtype = dtype) -> torch.Tensor:
-            return tensor.to(device=device, dtype=kind).contiguous()
-
-        self.embedding = place(weights.take("model.embed_tokens.weight", (self.vocab_size, hidden)))
-        self.layers = [_Layer(config, i, weights, place, self.eps) for i in range(config["num_hidden_layers"])]
-        self.norm = place(weights.take("model.norm.weight", (hidden,)), torch.float32)
-        self.head = Linear(
-            self.embedding
-            if config.get("tie_word_embeddings")
-            else place(weights.take("lm_head.weight", (self.vocab_size, hidden)))
-        )
-        weights.check_all_taken()
-        arrays = [layer.attention.arrays(dtype) for layer in self.layers]
-        self.layout = Layout(
-            token_arrays=tuple(spec for token, _ in arrays for spec in token),
-            snapshot_arrays=(
-                *(spec for _, snapshot in arrays for spec in snapshot),
-                ArraySpec(LAST_HIDDEN, (hidden,), dtype),
-            ),
-        )
-        self.fingerprint = self.layout.fingerprint(weights.digest(), config)
-
-    def forward(self, batch: Batch, pool: DevicePool) -> torch.Tensor:
-        x = F.embedding(batch.token_ids, self.embedding)
-        delta = None
-        for layer in self.layers:
-            delta = layer.attention.forward(rms_norm(x, layer.input_norm, self.eps, delta), batch, pool)
-            delta = layer.feed_forward(rms_norm(x, layer.post_norm, self.eps, delta))
-        return rms_norm(x, self.norm, self.eps, delta)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.head(hidden).float()
+    context_length = config["model_max_length"]
+    return Decoder(config, weights, dtype, device, make_layer, context_length=context_length, rotary=False)
 
 
 def _normalised(config: dict[str, Any]) -> dict[str, Any]:
@@ -124,39 +96,10 @@ def _normalised(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-class _Layer:
-    def __init__(self, config: dict[str, Any], index: int, weights: Weights, place: Any, eps: float) -> None:
-        prefix, hidden = f"model.layers.{index}", config["hidden_size"]
-        self.input_norm = place(weights.take(f"{prefix}.input_layernorm.weight", (hidden,)), torch.float32)
-        self.post_norm = place(weights.take(f"{prefix}.post_attention_layernorm.weight", (hidden,)), torch.float32)
-        attention = LatentAttention if config["layer_types"][index] == "full_attention" else DeltaAttention
-        self.attention: LatentAttention | DeltaAttention = attention(config, index, weights, place, eps)
-        sparse = config["mlp_layer_types"][index] == "sparse"
-        self.experts = Experts(config, prefix, weights, place) if sparse else None
-        if not sparse:
-            self.dense = _feed_forward(
-                weights, place, (f"{prefix}.mlp", f"{prefix}.block_sparse_moe"), hidden, config["intermediate_size"]
-            )
-
-    def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.experts is not None:
-            return self.experts.forward(x)
-        return self.dense(x)
-
-
-def _feed_forward(weights: Weights, place: Any, prefixes: tuple[str, ...], hidden: int, inner: int) -> FeedForward:
-    def take(part: str, shape: tuple[int, ...]) -> torch.Tensor:
-        first, *others = (f"{prefix}.{part}.weight" for prefix in prefixes)
-        return weights.take(first, shape, aliases=tuple(others))
-
-    gate_up = torch.cat([take("gate_proj", (inner, hidden)), take("up_proj", (inner, hidden))])
-    return FeedForward(place(gate_up), place(take("down_proj", (hidden, inner))))
-
-
 class Experts:
     """Routed experts and the shared one."""
 
-    def __init__(self, config: dict[str, Any], prefix: str, weights: Weights, place: Any) -> None:
+    def __init__(self, config: dict[str, Any], prefix: str, weights: Weights, place: Place) -> None:
         positive(config, "num_experts", "num_experts_per_token", "moe_intermediate_size", "num_shared_experts")
         hidden, inner, count = config["hidden_size"], config["moe_intermediate_size"], config["num_experts"]
         prefix = f"{prefix}.block_sparse_moe"
@@ -169,7 +112,7 @@ class Experts:
             gate_up.append(torch.cat([gate, up]))
             down.append(weights.take(f"{prefix}.experts.{i}.w2.weight", (hidden, inner)))
         self.experts = ExpertFeedForward(place(torch.stack(gate_up)), place(torch.stack(down)))
-        self.shared = _feed_forward(
+        self.shared = feed_forward(
             weights, place, (f"{prefix}.shared_experts",), hidden, inner * config["num_shared_experts"]
         )
         self.top_k: int = config["num_experts_per_token"]
@@ -178,7 +121,7 @@ class Experts:
         self.renormalize = bool(config["moe_renormalize"])
         self.scaling: float = config["routed_scaling_factor"]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
         routed, experts = route_sigmoid(
             x,
             self.router,
@@ -195,7 +138,7 @@ class Experts:
 class LatentAttention:
     """MLA without rotary positions. Token state: the latent and the key part that all heads share."""
 
-    def __init__(self, config: dict[str, Any], index: int, weights: Weights, place: Any, eps: float) -> None:
+    def __init__(self, config: dict[str, Any], index: int, weights: Weights, place: Place, eps: float) -> None:
         prefix, hidden = f"model.layers.{index}.self_attn", config["hidden_size"]
         self.name = f"layers.{index}.latent"
         self.heads: int = config["num_attention_heads"]
@@ -222,10 +165,10 @@ class LatentAttention:
         self.expand = HeadLinear(place(expand[:, self.nope_dim :]))
         self.output = Linear(place(weights.take(f"{prefix}.o_proj.weight", (hidden, self.heads * self.value_dim))))
 
-    def arrays(self, dtype: torch.dtype) -> tuple[list[ArraySpec], list[ArraySpec]]:
-        return [ArraySpec(self.name, (self.latent_dim + self.shared_dim,), dtype)], []
+    def arrays(self, dtype: torch.dtype) -> Arrays:
+        return Arrays(token=[ArraySpec(self.name, (self.latent_dim + self.shared_dim,), dtype)])
 
-    def forward(self, x: torch.Tensor, batch: Batch, pool: DevicePool) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, batch: Batch, pool: DevicePool, turn: Turn) -> torch.Tensor:
         q, new = torch.tensor_split(self.inputs(x), (-self.latent_dim - self.shared_dim,), 1)
         if self.query_norm is not None:
             q = self.query_up(rms_norm(q.contiguous(), self.query_norm, LATENT_NORM_EPS))
@@ -247,7 +190,7 @@ class LatentAttention:
 class DeltaAttention:
     """KDA. Snapshot state: the recurrent matrix of each head, and the convolution's last inputs."""
 
-    def __init__(self, config: dict[str, Any], index: int, weights: Weights, place: Any, eps: float) -> None:
+    def __init__(self, config: dict[str, Any], index: int, weights: Weights, place: Place, eps: float) -> None:
         prefix, hidden = f"model.layers.{index}.self_attn", config["hidden_size"]
         self.recurrent_name, self.conv_name = f"layers.{index}.recurrent", f"layers.{index}.conv"
         self.heads: int = config["linear_num_heads"]
@@ -274,13 +217,15 @@ class DeltaAttention:
         self.norm = place(take("o_norm.weight", (self.head_dim,)), torch.float32)
         self.output = Linear(place(take("o_proj.weight", (hidden, width))))
 
-    def arrays(self, dtype: torch.dtype) -> tuple[list[ArraySpec], list[ArraySpec]]:
-        return [], [
-            ArraySpec(self.recurrent_name, (self.heads, self.head_dim, self.head_dim), torch.float32),
-            ArraySpec(self.conv_name, (self.kernel - 1, 3 * self.width), dtype),
-        ]
+    def arrays(self, dtype: torch.dtype) -> Arrays:
+        return Arrays(
+            snapshot=[
+                ArraySpec(self.recurrent_name, (self.heads, self.head_dim, self.head_dim), torch.float32),
+                ArraySpec(self.conv_name, (self.kernel - 1, 3 * self.width), dtype),
+            ]
+        )
 
-    def forward(self, x: torch.Tensor, batch: Batch, pool: DevicePool) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, batch: Batch, pool: DevicePool, turn: Turn) -> torch.Tensor:
         parts = self.inputs(x)
         mixed, low, beta = torch.split(parts, [3 * self.width, 2 * self.head_dim, self.heads], 1)
         decay_and_gate = torch.empty(len(x), 2, self.width, dtype=x.dtype, device=x.device)

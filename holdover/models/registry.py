@@ -8,13 +8,20 @@ import torch
 
 from holdover.errors import ModelError
 from holdover.models.base import Model
-from holdover.models.kimi_linear import KimiLinear
+from holdover.models.kimi_linear import kimi_linear
+from holdover.models.llama import llama
 from holdover.models.loader import Weights, read_config, serving_dtype
 from holdover.models.oracle import FOLDER, PREFIX, make_oracle
-from holdover.models.qwen3 import Qwen3
+from holdover.models.qwen3 import qwen3
 
 ModelClass = Callable[[dict[str, Any], Weights, torch.dtype, torch.device], Model]
-MODELS: dict[str, ModelClass] = {"kimi_linear": KimiLinear, "qwen3": Qwen3}
+MODELS: dict[str, ModelClass] = {
+    "kimi_linear": kimi_linear,
+    "llama": llama,
+    "mistral": llama,
+    "qwen3": qwen3,
+    "qwen3_moe": qwen3,
+}
 
 
 def model_folder(name: str) -> Path:

@@ -13,12 +13,15 @@ QUERY_BLOCK = 64
 KEY_BLOCK = 256
 
 
-def causal_mask(num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor | None:
-    """Which keys each of the last `num_queries` positions may see: bool [num_queries, num_keys]; None for all."""
-    if num_queries == 1:
+def causal_mask(
+    num_queries: int, num_keys: int, device: torch.device, window: int | None = None
+) -> torch.Tensor | None:
+    """Which keys each of the last `num_queries` positions may see: bool [num_queries, num_keys]; None for all. With a
+    window, the last so many up to its own."""
+    if num_queries == 1 and (window is None or num_keys <= window):
         return None
-    mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
-    return mask.tril(num_keys - num_queries)
+    mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_queries)
+    return mask if window is None else mask.triu(num_keys - num_queries - window + 1)
 
 
 def grouped_query_attention(

@@ -55,6 +55,21 @@ def route_sigmoid(
     return weights * scaling, experts
 
 
+def route_softmax(
+    x: torch.Tensor, router: torch.Tensor, *, top_k: int, renormalize: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose experts by softmax scores. x: [tokens, hidden]; router: [experts, hidden], in x's dtype.
+
+    Returns (weights float32 [tokens, top_k], experts int64 [tokens, top_k]).
+    Source: Shazeer et al., "Outrageously Large Neural Networks" (2017); Qwen Team, "Qwen3" (2025).
+    """
+    scores = torch.softmax(F.linear(x, router).float(), dim=-1)
+    weights, experts = scores.topk(top_k, dim=-1)
+    if renormalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights.to(x.dtype).float(), experts
+
+
 class FeedForward:
     """SwiGLU: down(silu(gate(x)) * up(x)). gate_up: [2 * inner, hidden], gate first; down: [hidden, inner]."""
 

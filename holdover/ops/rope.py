@@ -3,12 +3,16 @@
 import torch
 
 
-def rope_table(positions: int, head_dim: int, theta: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of every position: two float32 [positions, head_dim].
+def rope_table(
+    positions: int, head_dim: int, theta: float, frequencies: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of every position: two float32 [positions, head_dim]. frequencies: float32 [head_dim / 2], if
+    they are not the plain ones of `theta`.
 
     Source: Su et al., "RoFormer" (2021), in the half-rotated form of Llama.
     """
-    frequencies = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
+    if frequencies is None:
+        frequencies = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
     angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies)
     angles = torch.cat([angles, angles], dim=-1)
     return angles.cos(), angles.sin()

@@ -22,6 +22,7 @@ class Feeder:
         self.model = model
         self.pool = DevicePool(model.layout, 8 << 20, max_running, torch.device("cpu"))
         self.tables = [np.empty(0, dtype=np.int64) for _ in range(max_running)]
+        self.windows = [np.empty((0, self.pool.slots_per_window_row), dtype=np.int64) for _ in range(max_running)]
         self.padding = 0
 
     @torch.inference_mode()
@@ -29,29 +30,66 @@ class Feeder:
         """Feed new tokens to some sequences in one batch; logits of every token fed, by sequence."""
         ids, positions, slots, sequences = [], [], [], []
         for row, tokens in parts.items():
-            new = self.pool.allocate(len(tokens))
+            new, window = self.pool.allocate_rows(len(tokens)), self.pool.allocate_window(len(tokens))
             assert new is not None
+            assert window is not None
             start = len(self.tables[row])
             self.tables[row] = np.concatenate([self.tables[row], new])
+            self.windows[row] = np.concatenate([self.windows[row], window])
+            seen = self.windows[row][max(0, start - self.model.layout.window) :]
             ids += tokens
             positions += range(start, start + len(tokens))
             slots += new.tolist()
-            sequences.append(BatchSequence(torch.from_numpy(self.tables[row]), len(tokens), row))
+            window_table = torch.from_numpy(seen) if self.model.layout.window else None
+            sequences.append(BatchSequence(torch.from_numpy(self.tables[row]), len(tokens), row, window_table))
         padding = [0] * self.padding
         batch = Batch(torch.tensor(ids + padding), torch.tensor(positions + padding), torch.tensor(slots), sequences)
         logits = self.model.logits(self.model.forward(batch, self.pool))
         return {row: logits[a:b] for row, (a, b) in zip(parts, batch.bounds, strict=True)}
 
 
-@pytest.fixture(scope="module", params=["kimi_linear", "qwen3", "kimi_linear-grouped", "qwen3-tied"])
+VARIANTS: dict[str, dict[str, object]] = {
+    "grouped": {"n_group": 3, "topk_group": 2, "q_lora_rank": 24, "norm_topk_prob": False},
+    "tied": {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    "biased": {"attention_bias": True, "num_key_value_heads": 4, "head_dim": None},
+    "mixed": {"mlp_only_layers": [1], "norm_topk_prob": True},
+    "stepped": {"decoder_sparse_step": 2},
+    "full": {"sliding_window": None},
+    "narrow": {"sliding_window": 2},
+    "wide": {"sliding_window": 257, "attention_bias": False},
+    "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
+    "dynamic": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+    "yarn": {
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 256,
+        }
+    },
+    "llama3": {
+        "rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 128,
+        }
+    },
+    "longrope": {
+        "max_position_embeddings": 512,
+        "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0 + i / 10 for i in range(8)],
+            "long_factor": [2.0 + i for i in range(8)], "original_max_position_embeddings": 512, "factor": 1.0,
+        },
+    },
+}  # fmt: skip
+PAIRS = [
+    "kimi_linear", "kimi_linear-grouped", "qwen3", "qwen3-tied", "qwen3-yarn", "qwen3_moe", "qwen3_moe-mixed",
+    "qwen3_moe-stepped", "llama", "llama-biased", "llama-tied", "llama-linear", "llama-dynamic", "llama-yarn",
+    "llama-llama3", "llama-longrope", "mistral", "mistral-full", "mistral-narrow", "mistral-wide",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=PAIRS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, torch.nn.Module]:
     folder: Path = tmp_path_factory.mktemp("checkpoint")
     kind, _, variant = request.param.partition("-")
-    changes: dict[str, object] = {
-        "grouped": {"n_group": 3, "topk_group": 2, "q_lora_rank": 24, "norm_topk_prob": False},
-        "tied": {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
-    }.get(variant, {})
-    reference = save_checkpoint(folder, kind, **changes)
+    reference = save_checkpoint(folder, kind, **VARIANTS.get(variant, {}))
     return load_model(folder, "float32"), reference
 
 

@@ -24,13 +24,14 @@ AZURITE = Path(sys.prefix) / "azurite"
 
 @pytest.fixture(params=["gs", pytest.param("az", marks=pytest.mark.slow)])
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
-    """The URL of an empty bucket."""
+    """The URL of a place that is empty: moto keeps what other tests of this process have put into its buckets."""
     if request.param == "az" and not (AZURITE / MAIN).exists():
         pytest.skip("Azurite is not installed: make azurite (it needs npm)")
     server = GCS(tmp_path) if request.param == "gs" else Azurite(AZURITE, tmp_path)
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
-    yield f"gs://{BUCKET}" if request.param == "gs" else f"az://{CONTAINER}"
+    bucket = f"gs://{BUCKET}" if request.param == "gs" else f"az://{CONTAINER}"
+    yield f"{bucket}/{tmp_path.name}"
     if isinstance(server, GCS):
         assert server.conditions > 0 or server.refused, "nothing was written on condition"
     server.close()
