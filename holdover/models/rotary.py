@@ -38,8 +38,8 @@ class Rotary:
                 "rope_parameters": dict(rope), "head_dim": head_dim, "hidden_size": config["hidden_size"],
                 "num_attention_heads": config["num_attention_heads"], "max_position_embeddings": positions,
             }  # fmt: skip
-            whole = PreTrainedConfig(**settings)
             try:
+                whole = PreTrainedConfig(**settings)
                 frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](whole, None, positions)
             except (KeyError, TypeError, ValueError) as error:
                 raise ModelError(f"config.json has rope settings that can't be used ({error}): {rope}.") from None
