@@ -208,7 +208,7 @@ class Engine:
         self.exchange.delete_forgotten()
         self.exchange.save_due(room_wanted)
         for away in self.tool_times.due(self.store.now()):
-            self.exchange.promote(away.node, away.context, PROMOTE_SHARE)
+            self.exchange.promote(away.node, PROMOTE_SHARE)
         events, self._events = self._events, []
         return events, bool(works)
 
@@ -230,7 +230,7 @@ class Engine:
             if not sequence.promoted:  # while it waits, what it will load comes up the tiers
                 sequence.promoted = True
                 match = self.tree.match(self.tree.root(sequence.space), sequence.known_tokens)
-                self.exchange.promote(match.node, sequence.context, PROMOTE_AHEAD)
+                self.exchange.promote(match.node, PROMOTE_AHEAD)
         return admission.no_room
 
     def _learn_from(self, sequence: Sequence, match: Match) -> None:
@@ -337,7 +337,7 @@ class Engine:
             self._keep_snapshot(sequence)
             self.exchange.save(sequence.node, sequence.context)
         if sequence.prompt_node is not None and sequence.node is not None and len(self.store.tiers) > 1:
-            away = Away(sequence.node, sequence.context, self.store.now(), sequence.calls)
+            away = Away(sequence.node, self.store.now(), sequence.calls)
             self.tool_times.leaves(sequence.prompt_node, away)
         self._end(sequence)
         siblings = self._sequences[sequence.request.id]
@@ -407,7 +407,7 @@ class Engine:
                 sequence.first_load = False
             sequence.status = Status.WAITING
             self.scheduler.waiting.appendleft(sequence)
-        self.exchange.loaded(done, sequence.context)
+        self.exchange.loaded(done)
         if sequence.cancelled:
             self._end(sequence)
 

@@ -243,7 +243,7 @@ class Exchange:
             saved.pending += 1
         self.store.load(job)
 
-    def loaded(self, done: LoadDone, context: PrefixContext) -> None:
+    def loaded(self, done: LoadDone) -> None:
         """A load is over: what it read, and what it found out about the tiers."""
         job = done.job
         for saved in job.segments:
@@ -259,11 +259,11 @@ class Exchange:
         else:
             self._counters.loads_failed += 1
         for change in job.changes:
-            self._tier_changed(change, context)
+            self._tier_changed(change)
         for saved in job.segments:
             self.tree.lost(saved.name, "")  # if it went from its last tier meanwhile
 
-    def promote(self, node: Node, context: PrefixContext, share: int) -> None:
+    def promote(self, node: Node, share: int) -> None:
         """Bring up the tiers what a request that resumes at `node` will load: into the nearest, if it takes no more
         than one part in `share` of it. More would drive out what others wait for."""
         if len(self.store.tiers) < 2:
@@ -283,7 +283,7 @@ class Exchange:
         for saved in lacking:
             saved.pending += 1
         self.promotions_under_way += 1
-        self.store.promote(PromoteJob(list(lacking), context))
+        self.store.promote(PromoteJob(list(lacking)))
 
     def promoted(self, done: PromoteDone) -> None:
         """A promotion is over."""
@@ -295,7 +295,7 @@ class Exchange:
         for change in job.changes:
             known = segments.find(change.name)
             if change.change is not Change.PROMOTED or known is None or known is by_name[change.name]:
-                self._tier_changed(change, job.context)
+                self._tier_changed(change)
         for saved in job.segments:
             if segments.find(saved.name) is saved:
                 self.tree.lost(saved.name, "")  # if it went from its last tier meanwhile
@@ -341,7 +341,7 @@ class Exchange:
         if not self.store.has(name, tier):  # saving and loading report apart: it may have come back since
             self._forget(name, tier)
 
-    def _tier_changed(self, change: TierChange, context: PrefixContext) -> None:
+    def _tier_changed(self, change: TierChange) -> None:
         counters = self._counters.tiers[change.tier]
         if change.change is Change.EVICTED:
             self._evicted(change.name, change.tier)
@@ -360,7 +360,9 @@ class Exchange:
             counters.bytes_promoted += change.nbytes
             saved = self.tree.saved.find(change.name)
             if change.tier in self.audits and saved is not None:
-                self.audits[change.tier].added(saved, context.tokens, context.space)
+                last = max(self.tree.saved.holders(saved), key=lambda node: node.end)
+                tokens = np.concatenate([node.tokens for node in path_to(last)])
+                self.audits[change.tier].added(saved, tokens, last.space)
 
     # Reporting
 

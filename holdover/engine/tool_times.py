@@ -5,7 +5,6 @@ from heapq import heappop, heappush
 from itertools import count
 
 from holdover.state.node import Node
-from holdover.store.jobs import PrefixContext
 
 LEAST_CALLS = 2  # of which the times are known, before a guess is made
 CALLS_REMEMBERED = 8
@@ -25,7 +24,6 @@ class Away:
     seconds that it was away before, the last one last."""
 
     node: Node
-    context: PrefixContext
     since: float
     calls: tuple[float, ...]
 

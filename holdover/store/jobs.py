@@ -147,10 +147,9 @@ class LoadDone:
 
 @dataclass(eq=False, slots=True)
 class PromoteJob:
-    """What a request will load, to be copied into the nearer tiers before. context: its own prefix."""
+    """What a request will load, to be copied into the nearer tiers before."""
 
     segments: list[Saved]
-    context: PrefixContext
     changes: list[TierChange] = field(default_factory=list)
 
 

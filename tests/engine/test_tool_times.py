@@ -9,14 +9,10 @@ from hypothesis import strategies as st
 
 from holdover.engine.tool_times import GIVE_UP_AFTER, LEAD_SECONDS, MOST_SESSIONS, Away, ToolTimes, expected_seconds
 from holdover.models.oracle import Oracle
-from holdover.state.address import AddressChain, as_tokens
 from holdover.state.node import Node
-from holdover.store.jobs import PrefixContext
 from holdover.store.memory import MemoryTier
 from holdover.store.objects import disk_tier
 from tests.engine.harness import Bench
-
-CONTEXT = PrefixContext("model", bytes(32), AddressChain(bytes(32), as_tokens([1])), as_tokens([1]), None)
 
 
 def node() -> Node:
@@ -33,7 +29,7 @@ def test_a_guess_needs_two_calls_and_takes_the_shorter_of_them() -> None:
 @given(st.lists(st.floats(0.0, 1e5), min_size=2, max_size=8), st.floats(0.0, 1e6))
 def test_who_is_away_is_named_from_a_moment_before_it_comes(calls: list[float], since: float) -> None:
     times, end = ToolTimes(), node()
-    times.leaves(end, Away(end, CONTEXT, since, tuple(calls)))
+    times.leaves(end, Away(end, since, tuple(calls)))
     expected = expected_seconds(tuple(calls))
     first = times.next_due()
     assert first == pytest.approx(since + max(0.0, expected - LEAD_SECONDS))
@@ -43,7 +39,7 @@ def test_who_is_away_is_named_from_a_moment_before_it_comes(calls: list[float], 
         named += len(times.due(moment))
         assert named < 100
     assert moment is None and named >= 1
-    times.leaves(end, Away(end, CONTEXT, since, tuple(calls)))
+    times.leaves(end, Away(end, since, tuple(calls)))
     assert times.comes_back(end, since + 7.0)[-1] == pytest.approx(7.0)
     assert times.due(since + 2 * GIVE_UP_AFTER * expected + 10.0) == [], "it has come"
     assert len(times) == 0
@@ -52,7 +48,7 @@ def test_who_is_away_is_named_from_a_moment_before_it_comes(calls: list[float], 
 def test_no_more_sessions_are_remembered_than_it_says() -> None:
     times, ends = ToolTimes(), [node() for _ in range(MOST_SESSIONS + 5)]
     for end in ends:
-        times.leaves(end, Away(end, CONTEXT, 0.0, ()))
+        times.leaves(end, Away(end, 0.0, ()))
     assert len(times) == MOST_SESSIONS
     assert times.comes_back(ends[0], 1.0) == ()
     assert times.comes_back(ends[-1], 1.0) == (1.0,)
