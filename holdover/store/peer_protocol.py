@@ -18,6 +18,8 @@ from holdover.errors import HoldoverError
 
 PROTOCOL = 1
 MOST_REQUEST_BYTES = 4096
+SEGMENT_NAME = re.compile(r"[0-9a-f]{64}\.(rows|snapshot|window)")
+MOST_HEAD_BYTES = 64 << 20
 ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+\]|[A-Za-z0-9_.-]+):(?P<port>\d{1,5})")
 
 
@@ -30,15 +32,21 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
     nbytes: int | None = None
     parent: str | None = None
 
+    @property
+    def makes_sense(self) -> bool:
+        """Whether it names what can be a segment: nothing else ever becomes part of a path."""
+        names = (self.name, *([] if self.parent is None else [self.parent]))
+        return all(map(SEGMENT_NAME.fullmatch, names)) and (self.nbytes is None or 0 < self.nbytes <= MOST_HEAD_BYTES)
+
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
-    """status: ok (the bytes follow in a frame of their own), absent, failed or unknown protocol."""
+    """status: ok (the bytes follow in a frame of their own), absent, failed, or not understood."""
 
     protocol: int
     status: str
 
 
-OK, ABSENT, FAILED, OTHER_PROTOCOL = "ok", "absent", "failed", "other protocol"
+OK, ABSENT, FAILED, NOT_UNDERSTOOD = "ok", "absent", "failed", "not understood"
 
 
 def key_pair(secret: str, role: str) -> tuple[bytes, bytes]:

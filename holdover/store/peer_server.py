@@ -15,8 +15,8 @@ from holdover.store.peer_protocol import (
     ABSENT,
     FAILED,
     MOST_REQUEST_BYTES,
+    NOT_UNDERSTOOD,
     OK,
-    OTHER_PROTOCOL,
     PROTOCOL,
     Answer,
     Ask,
@@ -50,6 +50,7 @@ class PeerServer:
 
     def __init__(self, address: str, secret: str, tiers: Sequence[Tier]) -> None:
         require_curve()
+        url = listening_address(address)
         self._tiers = list(tiers)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._authenticator = ThreadAuthenticator(self._context)
@@ -63,7 +64,7 @@ class PeerServer:
         front.setsockopt(zmq.LINGER, 0)
         front.setsockopt(zmq.IPV6, "[" in address)
         try:
-            front.bind(listening_address(address))
+            front.bind(url)
         except zmq.ZMQError as error:
             front.close()
             self._authenticator.stop()
@@ -111,13 +112,14 @@ class PeerServer:
             ask = msgspec.msgpack.decode(frame, type=Ask)
         except (ValueError, msgspec.MsgspecError):
             self.refused += 1
-            self._say(socket, OTHER_PROTOCOL)
+            self._say(socket, NOT_UNDERSTOOD)
             return
-        if ask.protocol != PROTOCOL:
-            self._say(socket, OTHER_PROTOCOL)
-            return
-        if not ask.name:
+        if ask.protocol == PROTOCOL and not ask.name:
             self._say(socket, OK)
+            return
+        if ask.protocol != PROTOCOL or not ask.makes_sense:
+            self.refused += 1
+            self._say(socket, NOT_UNDERSTOOD)
             return
         try:
             if ask.nbytes is None:
@@ -130,7 +132,7 @@ class PeerServer:
             self._say(socket, FAILED)
         except zmq.ZMQError:
             raise
-        except Exception:
+        except Exception:  # who asks gets an answer, whatever happens: a socket that has not answered can't go on
             log.exception("giving a segment to a peer failed")
             self._say(socket, FAILED)
 

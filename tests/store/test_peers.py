@@ -30,6 +30,7 @@ from tests.server.running import RunningServer
 
 SECRET, OTHER = "0a" * 32, "0b" * 32
 KINDS = ["hybrid", "dense", "recurrent", "sliding", "mixed", "everything"]
+KEPT = "ab" * 32 + ".rows"
 PROMPT = random.Random(3).choices(range(256), k=120)
 
 
@@ -125,18 +126,27 @@ def test_nothing_can_be_had_without_encryption_or_with_a_key_of_ones_own() -> No
     "frames",
     [[b""], [b"\xff" * 40], [b"x", b"y"], [msgspec.msgpack.encode(Ask(PROTOCOL + 1, "a"))],
      [msgspec.msgpack.encode([PROTOCOL, 5])], [msgspec.msgpack.encode(Ask(PROTOCOL, "../../etc/passwd", 10, None))],
-     [msgspec.msgpack.encode(Ask(PROTOCOL, "no.such.name", 1 << 40, "x"))]],
+     [msgspec.msgpack.encode(Ask(PROTOCOL, "no.such.name", 1 << 40, "x"))],
+     [msgspec.msgpack.encode(Ask(PROTOCOL, KEPT, 10, "../../../../etc/passwd"))],
+     [msgspec.msgpack.encode(Ask(PROTOCOL, KEPT, 10, f"{'0' * 62}/..rows"))],
+     [msgspec.msgpack.encode(Ask(PROTOCOL, KEPT, -1))], [msgspec.msgpack.encode(Ask(PROTOCOL, KEPT, 1 << 40))],
+     [msgspec.msgpack.encode(Ask(PROTOCOL, f"{KEPT}/../x"))]],
 )  # fmt: skip
-def test_whatever_a_peer_asks_is_answered(frames: list[bytes]) -> None:
-    peer: PeerTier
-    with serving(MemoryTier(1 << 20)) as server:
+def test_whatever_a_peer_asks_is_answered_and_nothing_but_a_name_becomes_a_path(
+    frames: list[bytes], tmp_path: Path
+) -> None:
+    disk = disk_tier(tmp_path, 1 << 20)
+    disk.put(KEPT, 100, lambda: torch.zeros(100, dtype=torch.uint8))
+    with serving(MemoryTier(1 << 20), disk) as server:
         peer = PeerTier(server.address, SECRET)
         client = peer._socket()
         client.send_multipart(frames)
         assert client.poll(3000)
         answer = msgspec.msgpack.decode(client.recv_multipart()[0], type=Answer)
         assert answer.status != OK
+        assert server.refused == 1
         assert peer.answers()
+        assert peer.head(KEPT, 10, None) == bytes(10)
 
 
 def test_a_request_that_is_too_long_only_costs_its_sender_the_connection() -> None:
@@ -267,7 +277,7 @@ def test_the_secret_is_shown_nowhere(caplog: pytest.LogCaptureFixture) -> None:
     with serving(MemoryTier(1 << 20)) as server:
         peer = PeerTier(server.address, OTHER)
         with pytest.raises(TierError) as error:
-            peer.head("a", 10, None)
+            peer.head(KEPT, 10, None)
     assert SECRET not in repr(vars(server)) + str(error.value) + caplog.text
     assert OTHER not in repr(vars(peer)) + str(error.value) + caplog.text
 
