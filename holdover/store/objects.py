@@ -22,7 +22,7 @@ from holdover.store.usage import FolderUsage
 
 log = logging.getLogger(__name__)
 CLAIMS = "claims"  # notes of what is being computed; not counted, a few hundred bytes each while they last
-CLAIM_LEFT_SECONDS = 3600.0  # who left an older one is gone
+CLAIM_LEFT_SECONDS = 3600.0  # who left an older one is gone, as far as others can know
 ROOT = "0" * PARENT_DIGITS  # where a segment that begins at position 0 would name its parent
 KINDS = frozenset(kind.value for kind in Kind)
 OPENING_SECONDS = 60.0  # a save waits no longer for the list of a place to end
@@ -127,6 +127,7 @@ class ObjectTier:
             self._opened.set()
 
     def _read_list(self) -> None:
+        began = time.time()
         alone = self._usage is not None and self._usage.enter()
         try:
             total, new = 0, []
@@ -144,14 +145,19 @@ class ObjectTier:
             self._ledger.put_behind(new)
             if alone and self._usage is not None:
                 self._usage.counted(total)
+            self._remove_claims(began - (0.0 if alone else CLAIM_LEFT_SECONDS))  # alone: whoever left one is gone
         finally:
             if alone and self._usage is not None:
                 self._usage.admit_others()
         self._remove_orphans()
         self._ledger.shrink()
-        for item in self.place.list(CLAIMS):
-            if item.modified < time.time() - CLAIM_LEFT_SECONDS:
-                self.place.delete(item.path)
+
+    def _remove_claims(self, before: float) -> None:
+        """Those that were left before a moment. That they can't be removed is no reason not to open."""
+        with suppress(TierError):
+            for item in self.place.list(CLAIMS):
+                if item.modified < before:
+                    self.place.delete(item.path)
 
     def _remove_orphans(self) -> None:
         """Remove what goes on from rows that are gone. Others may be writing: what seems to have no parent in one list

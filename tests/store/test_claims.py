@@ -85,7 +85,8 @@ def test_a_prefix_that_another_engine_is_computing_is_waited_for(kind: str, tmp_
 
 @pytest.mark.parametrize("kind", ["hybrid", "dense"])
 def test_an_engine_that_dies_costs_the_others_a_wait_and_no_more(kind: str, tmp_path: Path, clock: Clock) -> None:
-    bench(kind, tmp_path, clock).submit(SHARED)  # and is never heard of again
+    gone, others = bench(kind, tmp_path, clock), disk_tier(tmp_path, 16 << 20)
+    gone.submit(SHARED)  # and is never heard of again; but the folder has other users
     second = bench(kind, tmp_path, clock)
     request = second.submit(SHARED)
     while clock.now < UNKNOWN_SECONDS - ASK_AGAIN_SECONDS:
@@ -97,10 +98,27 @@ def test_an_engine_that_dies_costs_the_others_a_wait_and_no_more(kind: str, tmp_
     third = bench(kind, tmp_path, clock)
     assert third.ask([*SHARED, 1]) == expected(kind, [*SHARED, 1])
     assert third.usage(third.last()).cached_tokens == 120, "what the note was of is there by now"
+    assert others.opened
+
+
+def test_who_has_a_folder_alone_takes_the_notes_of_the_dead_away(tmp_path: Path, clock: Clock) -> None:
+    """A server that was killed in the middle of a prompt, and is started again, does not wait for itself."""
+    gone = bench("hybrid", tmp_path, clock)
+    gone.submit(SHARED)
+    tier = gone.store.shared_tiers[0]
+    assert isinstance(tier, ObjectTier)
+    tier.close()
+    time.sleep(0.01)  # a file's time is no finer
+    assert len(notes(tmp_path)) == 1
+    again = bench("hybrid", tmp_path, clock)
+    assert notes(tmp_path) == []
+    assert again.ask(SHARED) == expected("hybrid", SHARED)
+    assert clock.now == 0.0
 
 
 def test_nobody_waits_longer_than_computing_it_would_take(tmp_path: Path, clock: Clock) -> None:
-    bench("hybrid", tmp_path, clock).submit(SHARED)
+    first = bench("hybrid", tmp_path, clock)
+    first.submit(SHARED)
     second = bench("hybrid", tmp_path, clock)
     for size in (4, 8, 12, 16):
         second.engine.rates.computed(size, size * 0.001)
@@ -112,7 +130,8 @@ def test_nobody_waits_longer_than_computing_it_would_take(tmp_path: Path, clock:
 
 
 def test_where_loading_would_take_longer_than_computing_nobody_waits(tmp_path: Path, clock: Clock) -> None:
-    bench("dense", tmp_path, clock).submit(SHARED)
+    first = bench("dense", tmp_path, clock)
+    first.submit(SHARED)
     second = bench("dense", tmp_path, clock)
     for size in (4, 8, 12, 16):
         second.engine.rates.computed(size, size * 1e-6)
@@ -134,7 +153,8 @@ def test_requests_of_one_engine_wait_for_each_other_as_before(kind: str, tmp_pat
 
 
 def test_who_has_little_in_common_with_what_is_computed_does_not_wait(tmp_path: Path, clock: Clock) -> None:
-    bench("hybrid", tmp_path, clock).submit([*SHARED[:40], *random.Random(5).choices(range(256), k=200)])
+    first = bench("hybrid", tmp_path, clock)
+    first.submit([*SHARED[:40], *random.Random(5).choices(range(256), k=200)])
     second = bench("hybrid", tmp_path, clock)
     request = second.submit(SHARED)
     second.run()
@@ -158,7 +178,8 @@ def test_a_request_that_is_cancelled_takes_its_note_away(when: str, tmp_path: Pa
 
 
 def test_who_waits_for_others_can_be_cancelled(tmp_path: Path, clock: Clock) -> None:
-    bench("hybrid", tmp_path, clock).submit(SHARED)
+    first = bench("hybrid", tmp_path, clock)
+    first.submit(SHARED)
     second = bench("hybrid", tmp_path, clock)
     request = second.submit(SHARED)
     second.step()
@@ -170,7 +191,8 @@ def test_who_waits_for_others_can_be_cancelled(tmp_path: Path, clock: Clock) -> 
 
 
 def test_old_notes_go_when_a_place_is_opened(tmp_path: Path, clock: Clock) -> None:
-    bench("hybrid", tmp_path, clock).submit(SHARED)
+    first = bench("hybrid", tmp_path, clock)
+    first.submit(SHARED)
     (note,) = notes(tmp_path)
     disk_tier(tmp_path, 16 << 20)
     assert notes(tmp_path) == [note]
