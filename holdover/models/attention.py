@@ -117,6 +117,8 @@ def normalise_attention(config: dict[str, Any], *, head_dim: int | None = None, 
             "pretraining_tp": lambda x: x == 1,
             "quantization_config": lambda x: not x,
             "head_dim": lambda x: x % 2 == 0,
+            "partial_rotary_factor": lambda x: x == 1,
+            "layer_types": lambda x: x is None or len(set(x)) == 1,
             "num_key_value_heads": lambda x: config["num_attention_heads"] % x == 0,
         },
     )

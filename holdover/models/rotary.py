@@ -16,14 +16,22 @@ ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 
 def normalise_rope(config: dict[str, Any]) -> None:
     """Rotary settings in one form, `rope_parameters`, for the two that config.json comes in. Raises ModelError."""
-    rope = {**(config.pop("rope_scaling", None) or {}), **(config.pop("rope_parameters", None) or {})}
+    given = [config.pop(name, None) or {} for name in ("rope_scaling", "rope_parameters")]
     theta = config.pop("rope_theta", None)
+    if not all(isinstance(each, dict) for each in given):
+        raise ModelError(f"config.json has rope settings that are no object: {str(given)[:200]}.")
+    rope: dict[str, Any] = {**given[0], **given[1]}
     rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type") or "default"
-    rope["rope_theta"] = float(rope.get("rope_theta") or theta or 10_000.0)
+    theta = rope.get("rope_theta") or theta or 10_000.0
+    if isinstance(theta, bool) or not isinstance(theta, int | float) or theta <= 0:
+        raise ModelError(f"config.json has rope_theta = {str(theta)[:40]!r}; it must be a positive number.")
+    rope["rope_theta"] = float(theta)
     if rope["rope_type"] not in ROPE_TYPES:
         raise ModelError(
             f"config.json has rope_type = {str(rope['rope_type'])[:40]!r}; these are served: {', '.join(ROPE_TYPES)}."
         )
+    if rope.get("partial_rotary_factor", 1) != 1:
+        raise ModelError("config.json has a partial_rotary_factor, which is not implemented for this model type.")
     config["rope_parameters"] = rope
 
 

@@ -1,5 +1,6 @@
 """Our models give what Transformers' own give, however a prompt is cut into chunks and mixed with others."""
 
+import json
 import random
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from holdover.errors import ModelError
 from holdover.models.base import Batch, BatchSequence, Model
 from holdover.models.registry import load_model
 from holdover.ops import native
@@ -182,3 +184,32 @@ def test_the_compiled_delta_kernel_equals_the_pytorch_one(dtype: torch.dtype) ->
     torch.testing.assert_close(outputs[0], outputs[1], atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(states[0][0], states[1][0], atol=1e-5, rtol=1e-5)
     assert torch.equal(states[0][1], states[1][1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "why"),
+    [
+        ("llama", {"rope_scaling": "linear"}, "no object"), ("llama", {"rope_theta": "x"}, "rope_theta"),
+        ("llama", {"rope_parameters": {"rope_type": "su"}}, "su.*default"),
+        ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "low_freq_factor"),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": "x"}}, "can't be used"),
+        ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ("llama", {"mlp_bias": True}, "mlp_bias"), ("llama", {"hidden_act": "gelu"}, "hidden_act"),
+        ("llama", {"head_dim": 15}, "head_dim"), ("llama", {"num_key_value_heads": 3}, "num_key_value_heads"),
+        ("mistral", {"sliding_window": 1}, "sliding_window"), ("mistral", {"sliding_window": -3}, "sliding_window"),
+        ("mistral", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types"),
+        ("qwen3_moe", {"num_experts_per_tok": 7}, "num_experts_per_tok"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step"),
+        ("qwen3", {"use_sliding_window": True}, "use_sliding_window"),
+    ],
+)  # fmt: skip
+def test_settings_that_we_do_not_follow_are_refused_by_name(
+    kind: str, changes: dict[str, object], why: str, tmp_path: Path
+) -> None:
+    save_checkpoint(tmp_path, kind)
+    config = json.loads((tmp_path / "config.json").read_text())
+    if "rope_scaling" in changes or "rope_theta" in changes:
+        config.pop("rope_parameters", None)
+    (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(ModelError, match=why):
+        load_model(tmp_path, "float32")
