@@ -138,3 +138,16 @@ def test_a_client_that_goes_away_leaves_nothing_behind(tmp_path: Path) -> None:
         server.wait_for("holdover_saves_under_way", 0)
         server.wait_for("holdover_leases", 0)
         ask(server, list(range(200)))
+
+
+@pytest.mark.parametrize("mode", ["lazy", "auto", "eager"])
+def test_a_server_that_is_stopped_saves_what_was_to_be_saved_later(mode: str, tmp_path: Path) -> None:
+    options = ("--tier", f"disk:{tmp_path}/state:64MiB", "--save", mode)
+    with RunningServer("oracle:everything", *options) as server:
+        ask(server, list(range(200)))
+        if mode == "lazy":
+            assert server.metric("holdover_turns_to_save") == 1
+            assert server.metric("holdover_tier_segments_saved_total") == 0
+        assert server.stop() < 5
+    with RunningServer("oracle:everything", *options) as server:
+        assert ask(server, list(range(200)))["reused"] == {"disk": 200}
