@@ -374,7 +374,7 @@ class Engine:
         _, sequences = self._asking_again.pop(before)
         sequences = [each for each in sequences if not each.cancelled]
         if sequences:
-            job = self.exchange.look_for(before.context, before.boundaries, before.since)
+            job = self.exchange.look_for(before.context, before.boundaries, before)
             if job is not None:
                 self._finding[job] = sequences
             else:

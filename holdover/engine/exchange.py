@@ -73,9 +73,11 @@ class Exchange:
 
     # Finding
 
-    def look_for(self, context: PrefixContext, boundaries: Iterable[int], since: float | None = None) -> FindJob | None:
+    def look_for(
+        self, context: PrefixContext, boundaries: Iterable[int], before: FindJob | None = None
+    ) -> FindJob | None:
         """Ask the shared tiers what they know of a prompt. None if there is too little to gain, or they are silent.
-        since: when it was first asked about, if not now."""
+        before: when it is asked about again."""
         if not self.store.shared_tiers:
             return None
         tree, prompt = self.tree, context.tokens
@@ -86,7 +88,9 @@ class Exchange:
         known = {tier.name: tree.covered_by(root, prompt, tier.name) for tier in self.store.shared_tiers}
         job = FindJob(
             context, known, resume, [each for each in boundaries if 0 < each <= len(prompt)],
-            claim_from=self._tokens_to_claim(), since=self.store.now() if since is None else since,
+            claim_from=self._tokens_to_claim() if before is None else before.claim_from,
+            since=self.store.now() if before is None else before.since,
+            awaited=0 if before is None else before.awaited,
         )  # fmt: skip
         return job if self.store.find(job) else None
 
@@ -108,6 +112,7 @@ class Exchange:
         if not done.elsewhere:
             return None
         tiers = [tier.name for tier in self.store.shared_tiers if tier.claims]
+        done.job.awaited = max(done.job.awaited, done.elsewhere)  # part of it may be here by now
         nbytes = done.elsewhere * self.tree.layout.bytes_per_token + self.tree.layout.bytes_per_snapshot
         seconds = self._rates.seconds_to_compute(done.elsewhere, self._most_at_once)
         load = self._rates.seconds_to_load({tiers[0]: nbytes})
@@ -115,7 +120,8 @@ class Exchange:
             return None
         now = self.store.now()
         again = now + ASK_AGAIN_SECONDS
-        limit = UNKNOWN_SECONDS if seconds is None else seconds + CLAIM_SECONDS
+        whole = self._rates.seconds_to_compute(done.job.awaited, self._most_at_once)
+        limit = UNKNOWN_SECONDS if whole is None else whole + CLAIM_SECONDS
         return again if again < done.job.since + limit else None
 
     def unclaim(self, claimed: Claimed) -> None:

@@ -6,6 +6,7 @@ Segments of rows and windows are named by the address just behind their first to
 """
 
 import logging
+from typing import NamedTuple
 
 import numpy as np
 
@@ -52,15 +53,26 @@ def look(tier: Tier, name: str, link: Link, context: PrefixContext, head: bytes 
         return None
 
 
-def find(tier: Tier, job: FindJob, layout: Layout) -> tuple[list[Found], int]:
-    """What a tier keeps of a prompt beyond what is known: rows, then the last snapshot to go on from, then its window;
-    and up to which position it keeps rows.
+class Reach(NamedTuple):
+    """How far a tier brings a request. state: up to which position it keeps all that it takes to go on, as far as that
+    is known; new_rows: names of rows of the prompt that were not known before."""
+
+    state: int
+    new_rows: list[str]
+
+
+def find(tier: Tier, job: FindJob, layout: Layout) -> tuple[list[Found], Reach]:
+    """What a tier keeps of a prompt beyond what is known: rows, then the last snapshot to go on from, then its window.
 
     Enters all of it in the tier's books. Raises TierError.
     """
     search = _Search(tier, job, layout)
     found = search.run()
-    return found, search.position
+    state = search.position
+    if not layout.resumes_anywhere:
+        snapshots = [each.header.end for each in found if each.header.kind is Kind.SNAPSHOT]
+        state = snapshots[0] if snapshots else min(state, job.resume)
+    return found, Reach(state, [each.header.name for each in found if each.header.kind is Kind.ROWS])
 
 
 class _Search:

@@ -168,7 +168,8 @@ class FindJob:
     are the prompt's; it is asked for what follows. resume: from where the request can go on as it is. boundaries:
     positions where a snapshot may lie, besides ends of segments.
     deadline: the request waits no longer than that, by the store's clock. claim_from: if at least so many tokens are
-    kept nowhere, leave a note that they are being computed; None for none. since: when it was first asked about.
+    kept nowhere, leave a note that they are being computed; None for none. since: when it was first asked about;
+    awaited: how many tokens of it another engine was computing at most.
     """
 
     context: PrefixContext
@@ -178,6 +179,7 @@ class FindJob:
     deadline: float = 0.0
     claim_from: int | None = None
     since: float = 0.0
+    awaited: int = 0
 
 
 @dataclass(eq=False, slots=True)

@@ -70,6 +70,9 @@ class MemoryTier:
     def claim(self, name: str, content: bytes) -> bytes | None:
         return None
 
+    def claimed(self, name: str) -> bytes | None:
+        return None
+
     def unclaim(self, name: str) -> None:
         """Nobody else is here."""
 

@@ -292,6 +292,9 @@ class ObjectTier:
     def claim(self, name: str, content: bytes) -> bytes | None:
         return self.place.create_note(f"{CLAIMS}/{name}", content)
 
+    def claimed(self, name: str) -> bytes | None:
+        return self.place.read_note(f"{CLAIMS}/{name}")
+
     def unclaim(self, name: str) -> None:
         self.place.delete(f"{CLAIMS}/{name}")
 

@@ -133,6 +133,9 @@ class PeerTier:
     def claim(self, name: str, content: bytes) -> bytes | None:
         return None
 
+    def claimed(self, name: str) -> bytes | None:
+        return None
+
     def unclaim(self, name: str) -> None:
         """Nothing is written there."""
 

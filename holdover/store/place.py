@@ -164,11 +164,15 @@ class Place:
                 return None
             except AlreadyExistsError:
                 pass
+        return self.read_note(path) or b""  # it may have just gone
+
+    def read_note(self, path: str) -> bytes | None:
+        """What `create_note` has written, or None if there is nothing."""
         with self._faults("reading from"):
             try:
                 return bytes(obstore.get(self._store, path).bytes())
             except ABSENT:
-                return b""  # it has just gone
+                return None
 
     def delete(self, path: str) -> int | None:
         """Remove an object. Returns how many bytes that has freed, 0 if there was none, None if it can't be known."""

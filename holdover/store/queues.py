@@ -24,10 +24,9 @@ from holdover.state.segment import (
     encode,
     parse_header,
     segment_bytes,
-    segment_name,
     state_bytes,
 )
-from holdover.store.claims import make_claim, shared_with
+from holdover.store.claims import Claims
 from holdover.store.finding import HEAD_BYTES, find, look
 from holdover.store.jobs import (
     Change,
@@ -126,7 +125,7 @@ class Store:
         finds = start is not None and self.shared_tiers
         self._finder = start("holdover-find", self._find) if start is not None and finds else None
         self._finds: dict[FindJob, None] = {}  # under way
-        self._claimed: set[Claimed] = set()  # what this engine has said it computes
+        self.claims = Claims()
         self._promoter = start("holdover-promote", self._promote_all) if start is not None and len(tiers) > 1 else None
 
     def save(self, job: SaveJob) -> None:
@@ -221,30 +220,19 @@ class Store:
             if tier.name not in job.known or self._clock() < self._silent_until.get(tier.name, 0.0):
                 continue
             try:
-                found, position = find(tier, job, self.layout)
+                found, reach = find(tier, job, self.layout)
                 result.found += found
                 if tier.claims and result.claimed is None and not result.elsewhere:
-                    self._claim(tier, job, position, result)
+                    result.claimed, result.elsewhere = self.claims.ask(tier, job, reach)
+                    if result.claimed is not None:  # another may have taken its note away since, all being saved
+                        names = {each.header.name for each in found}
+                        again, _ = find(tier, job, self.layout)
+                        result.found += [each for each in again if each.header.name not in names]
             except TierError as error:
                 self._fault(tier, error)
             except Exception:
                 log.exception("looking into the %s tier failed", tier.name)
         self._done(result)
-
-    def _claim(self, tier: Tier, job: FindJob, position: int, result: FindDone) -> None:
-        """Leave a note that what the tier lacks of a prompt is being computed, or find that another engine does so."""
-        chain, length = job.context.chain, len(job.context.tokens)
-        if job.claim_from is None or length - max(position, job.resume) < job.claim_from:
-            return
-        name = segment_name(Kind.ROWS, chain.address(position + 1))
-        if Claimed(name, tier.name) in self._claimed:  # for another request: the scheduler lets one wait for the other
-            return
-        there = tier.claim(name, make_claim(chain, position, length))
-        if there is None:
-            result.claimed = Claimed(name, tier.name)
-            self._claimed.add(result.claimed)
-        else:
-            result.elsewhere = max(0, shared_with(there, chain, position, length) - max(position, job.resume))
 
     def unclaim(self, claimed: Claimed) -> None:
         """Take a note away, after what was submitted before is saved."""
@@ -255,7 +243,7 @@ class Store:
             self._write(job)
 
     def _unclaim(self, claimed: Claimed) -> None:
-        self._claimed.discard(claimed)
+        self.claims.forget(claimed)
         for tier in self.tiers:
             if tier.name == claimed.tier:
                 try:

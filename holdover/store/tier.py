@@ -68,6 +68,9 @@ class Tier(Protocol):
     def claim(self, name: str, content: bytes) -> bytes | None:
         """Leave a note for others that the segment `name` is being computed. What there is already, if there is."""
 
+    def claimed(self, name: str) -> bytes | None:
+        """The note that was left of a segment, if there is one."""
+
     def unclaim(self, name: str) -> None:
         """Take a note away, whoever left it."""
 

@@ -150,6 +150,11 @@ class SimulatedTier:
         self._pass_time("put")
         return there
 
+    def claimed(self, name: str) -> bytes | None:
+        self._pass_time("get")
+        self._meet_faults("get")
+        return self.inner.claimed(name)
+
     def unclaim(self, name: str) -> None:
         self._meet_faults("delete")
         self.inner.unclaim(name)

@@ -174,7 +174,7 @@ def test_a_request_that_is_cancelled_takes_its_note_away(when: str, tmp_path: Pa
     engine.step()
     engine.run()
     assert notes(tmp_path) == []
-    assert not engine.store._claimed
+    assert not engine.store.claims.own
 
 
 def test_who_waits_for_others_can_be_cancelled(tmp_path: Path, clock: Clock) -> None:
