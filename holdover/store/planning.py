@@ -17,15 +17,18 @@ SavePlanner = Callable[[PrefixTree, Node, PrefixContext], list[SaveJob]]
 def plan_delta(tree: PrefixTree, node: Node, context: PrefixContext) -> list[SaveJob]:
     """Save what the path to `node` has and no tier keeps or is about to keep: each thing once, each turn its delta.
 
-    Neighbouring unsaved nodes become one segment. Registers what it plans with the tree.
+    Neighbouring unsaved nodes become one segment, but where a model goes on from snapshots only, each snapshot lies at
+    the end of one: there others look for it. Registers what it plans with the tree.
     """
+    cut = not tree.layout.resumes_anywhere
     path = path_to(node)
     jobs: list[SaveJob] = []
     run: list[Node] = []
     for each in path:
         if each.rows is None and each.slots is not None:
             run.append(each)
-            continue
+            if not (cut and (each.snapshot_slots is not None or each.snapshot is not None)):
+                continue
         jobs += _rows_job(tree, run, context)
         run = []
     jobs += _rows_job(tree, run, context)

@@ -60,8 +60,11 @@ def test_ls_shows_each_history_with_its_session(tmp_path: Path) -> None:
     saved(tmp_path)
     shown = store("ls", tmp_path)["histories"]
     assert {(each["session"], each["tokens"]) for each in shown} == {("alpha", 210), ("beta", 154)}
-    assert [len(each["segments"]) for each in shown if each["session"] == "alpha"] == [2]
     segments = store("ls", tmp_path, "--segments")["segments"]
+    (chain,) = (each["segments"] for each in shown if each["session"] == "alpha")
+    rows = {each["name"]: each["end"] for each in segments if each["kind"] == "rows"}
+    snapshots = {each["end"] for each in segments if each["session"] == "alpha" and each["kind"] == "snapshot"}
+    assert [rows[each] for each in chain] == sorted(snapshots) == [100, 120, 210], "each snapshot at the end of rows"
     assert len(segments) == len([*(tmp_path / "segments").rglob("*.*.*")])
     assert {each["kind"] for each in segments} == {"rows", "snapshot"}
     said = text("ls", tmp_path)
@@ -180,7 +183,8 @@ def test_gc_keeps_a_budget_and_an_engine_that_runs_keeps_count(tmp_path: Path) -
     assert engine.store.tiers[0].used_bytes() == before - removed["bytes"] <= before // 2
     assert store("verify", tmp_path)["orphans"] == []
     left = store("ls", tmp_path, "--segments")["segments"]
-    assert [each["start"] for each in left if each["kind"] == "rows"] == [0], "the beginning goes last"
+    rows = sorted((each["start"], each["end"]) for each in left if each["kind"] == "rows")
+    assert [0, *(end for _, end in rows[:-1])] == [start for start, _ in rows], "the beginning goes last"
     assert engine.ask([*PROMPT, *OTHER, 1]) == expected("hybrid", [*PROMPT, *OTHER, 1], 4)
 
 

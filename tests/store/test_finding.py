@@ -120,9 +120,15 @@ def test_another_tenants_state_is_not_found(tmp_path: Path) -> None:
     assert other.engine.counters.prompt_tokens_computed == len(PROMPT)
 
 
+def root(folder: Path) -> Path:
+    """The file of the rows that go on from none."""
+    (found,) = (file for file in folder.rglob("*.rows") if f".{'0' * 16}." in file.name)
+    return found
+
+
 def test_a_damaged_head_is_a_miss_and_gives_way(tmp_path: Path) -> None:
     bench("hybrid", disk_tier(tmp_path, 16 << 20)).ask(PROMPT, 1)
-    (rows,) = tmp_path.rglob("*.rows")
+    rows = root(tmp_path)
     content = bytearray(rows.read_bytes())
     place = parse_header(bytes(content))[2] + 8  # an id of a token: the head looks right
     content[place] ^= 1
@@ -143,8 +149,7 @@ def test_what_goes_on_from_rows_that_are_gone_goes_when_a_folder_is_opened(tmp_p
     tier = engine.store.tiers[0]
     assert isinstance(tier, ObjectTier)
     assert tier.num_segments > 2
-    root = next(file for file in tmp_path.rglob("*.rows") if f".{'0' * 16}." in file.name)
-    root.unlink()
+    root(tmp_path).unlink()
     assert disk_tier(tmp_path, 16 << 20).num_segments == 0
     assert not list(tmp_path.rglob("*.rows"))
 
@@ -174,7 +179,8 @@ def test_rows_that_another_engine_has_put_in_place_of_evicted_ones_are_not_taken
     engine = bench(kind, disk_tier(tmp_path / "mine", 16 << 20))
     engine.ask(PROMPT, 1)
     bench(kind, disk_tier(tmp_path / "theirs", 16 << 20)).ask([*PROMPT[:60], *reversed(PROMPT[60:])], 1)
-    (mine,), (theirs,) = ((tmp_path / each).rglob("*.rows") for each in ("mine", "theirs"))
+    mine, theirs = (root(tmp_path / each) for each in ("mine", "theirs"))
+    assert mine.read_bytes() != theirs.read_bytes()
     assert mine.name == theirs.name
     mine.write_bytes(theirs.read_bytes())
     assert engine.tree.make_room(engine.pool.num_slots)
