@@ -215,6 +215,109 @@ def test_a_tier_that_takes_no_notes_costs_nothing_else(
     assert engine.store.faults["disk"] == 1
 
 
+# Between the first and the last thing that is saved of a prompt
+
+
+class Held:
+    """An engine whose saves wait until they are let go, one after another."""
+
+    def __init__(self, kind: str, folder: Path, clock: Clock) -> None:
+        self.bench = bench(kind, folder, clock)
+        self.jobs: list[object] = []
+        self._write = self.bench.store._write
+        self.bench.store._write = self.jobs.append
+
+    def release(self, number: int = 1) -> None:
+        for _ in range(number):
+            self._write(self.jobs.pop(0))
+
+    def finish(self) -> None:
+        for _ in range(100):
+            self.bench.step()
+            self.release(len(self.jobs))
+        assert self.bench.engine.idle
+
+
+def half_saved(kind: str, folder: Path, clock: Clock) -> Held:
+    """An engine that has computed SHARED and saved nothing yet."""
+    held = Held(kind, folder, clock)
+    held.bench.submit(SHARED, 1)
+    for _ in range(40):
+        held.bench.step()
+    assert len(notes(folder)) == 1
+    return held
+
+
+THEIRS = [*SHARED, *random.Random(4).choices(range(256), k=30)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_saved_in_part_is_waited_for_whatever_part_it_is(kind: str, tmp_path: Path, clock: Clock) -> None:
+    jobs = len(half_saved(kind, tmp_path / "count", clock).jobs)
+    assert jobs > 0
+    for number in range(jobs):
+        folder = tmp_path / str(number)
+        first, second = half_saved(kind, folder, clock), bench(kind, folder, clock)
+        first.release(number)
+        request = second.submit(THEIRS)
+        for _ in range(2):  # all that it takes to go on may be there by now: then it does not wait
+            second.step()
+            second.step()
+            clock.now += ASK_AGAIN_SECONDS
+        assert number or second.engine.wakes_at() is not None
+        first.finish()
+        assert notes(folder) == []
+        clock.now += ASK_AGAIN_SECONDS
+        second.run()
+        assert second.tokens(request) == expected(kind, THEIRS)
+        assert second.usage(request).computed == 30, f"after {number} of {jobs} saves"
+        assert set(copies(folder).values()) == {1}
+        assert notes(folder) == []
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "everything"])
+def test_a_note_once_heeded_is_heeded_for_what_comes_later(kind: str, tmp_path: Path, clock: Clock) -> None:
+    """It lies under a name that the later request does not ask for: the rows there are known by then."""
+    first, second = half_saved(kind, tmp_path, clock), bench(kind, tmp_path, clock)
+    gone = second.submit(THEIRS)
+    assert not second.step()
+    while not list(tmp_path.rglob("*.rows")):
+        first.release()
+    clock.now += ASK_AGAIN_SECONDS
+    assert not second.step()  # asks again
+    assert not second.step()  # and has learned of the rows
+    second.engine.cancel(gone)
+    second.step()
+    request = second.submit(THEIRS)
+    assert not second.step()
+    assert not second.step()
+    first.finish()
+    clock.now += ASK_AGAIN_SECONDS
+    second.run()
+    assert second.tokens(request) == expected(kind, THEIRS)
+    assert second.usage(request).computed == 30
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_saved_between_the_look_and_the_note_is_found(
+    kind: str, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = half_saved(kind, tmp_path, clock), bench(kind, tmp_path, clock)
+    tier = second.store.shared_tiers[0]
+    claim = tier.claim
+
+    def late(name: str, content: bytes) -> bytes | None:
+        first.finish()
+        return claim(name, content)
+
+    monkeypatch.setattr(tier, "claim", late)
+    request = second.submit(THEIRS)
+    second.run()
+    assert second.tokens(request) == expected(kind, THEIRS)
+    assert second.usage(request).computed == 30
+    assert notes(tmp_path) == []
+
+
 # What a note says
 
 
