@@ -132,6 +132,10 @@ MUTANTS = [
     Mutant("what another engine computes is computed here too", "engine/exchange.py", "        if not done.elsewhere:\n            return None\n", "        return None\n"),
     Mutant("a note of what is computed is left for ever", "engine/engine.py", "            self.exchange.unclaim(sequence.claimed)\n", ""),
     Mutant("peers need not know the secret", "store/peer_server.py", "        return key == self._key", "        return True"),
+    Mutant("what another engine has half saved is not waited for", "store/claims.py", "for name in reach.new_rows[:1]}", "for name in reach.new_rows[:0]}"),
+    Mutant("notes of others are forgotten", "store/claims.py", "for each in (*maybe, *self._others)", "for each in maybe"),
+    Mutant("nobody looks again after leaving a note", "store/queues.py", "if result.claimed is not None:  # another may", "if False:  # another may"),
+    Mutant("rows are not cut at snapshots", "store/planning.py", "cut = not tree.layout.resumes_anywhere", "cut = False"),
     Mutant("what is only saved counts as on the device", "state/tree.py", "whole = whole and (child.slots is not None if on_device else child.rows_available)", "whole = whole and child.rows_available"),
 ]  # fmt: skip
 
