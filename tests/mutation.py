@@ -80,8 +80,8 @@ MUTANTS = [
     Mutant("a load that failed counts as done", "store/queues.py", "                    result.ok = False\n                    break", "                    break"),
     Mutant(
         "a hit is counted at lookup", "engine/engine.py",
-        "sequence.usage.cached_tokens = min(sequence.position, sequence.prompt_end)",
-        "sequence.usage.cached_tokens = min(match.known, sequence.prompt_end)",
+        "        if sequence.status is Status.RUNNING:\n            self._count_reused",
+        "        if True:\n            self._count_reused",
     ),
     Mutant("the salt is ignored", "state/address.py", 'fingerprint.encode() + b"\\0" + salt.encode()', 'fingerprint.encode() + b"\\0"'),
     Mutant("an address does not cover its last tokens", "state/address.py", "material = self._chain[strides] + rest.tobytes()", "material = self._chain[strides] + rest[:-1].tobytes()"),
@@ -136,6 +136,8 @@ MUTANTS = [
     Mutant("notes of others are forgotten", "store/claims.py", "for each in (*maybe, *self._others)", "for each in maybe"),
     Mutant("nobody looks again after leaving a note", "store/queues.py", "if result.claimed is not None:  # another may", "if False:  # another may"),
     Mutant("rows are not cut at snapshots", "store/planning.py", "cut = not tree.layout.resumes_anywhere", "cut = False"),
+    Mutant("window rows are known under two names", "state/saved.py", "        for each in overlapping:\n            self.drop(each)\n", "        for each in ():\n            self.drop(each)\n"),
+    Mutant("what others computed meanwhile does not count as reused", "engine/engine.py", "        first, last = sequence.counted, min(sequence.position, sequence.prompt_end)\n        if last <= first:", "        first, last = sequence.counted, min(sequence.position, sequence.prompt_end)\n        if first or last <= first:"),
     Mutant("what is only saved counts as on the device", "state/tree.py", "whole = whole and (child.slots is not None if on_device else child.rows_available)", "whole = whole and child.rows_available"),
 ]  # fmt: skip
 

@@ -22,7 +22,7 @@ from holdover.engine.tool_times import Away, ToolTimes
 from holdover.models.base import Model
 from holdover.state.address import AddressChain, address_key, as_tokens
 from holdover.state.integrity import check_integrity
-from holdover.state.node import Match, path_to
+from holdover.state.node import Match
 from holdover.state.policy import ResponseReturns
 from holdover.state.pool import DevicePool
 from holdover.state.tree import PrefixTree
@@ -238,19 +238,27 @@ class Engine:
         if not sequence.started:
             sequence.started = True
             sequence.calls = self.tool_times.comes_back(match.node, sequence.arrived)
-            sequence.usage.cached_tokens = min(sequence.position, sequence.prompt_end)
-            loaded = 0
-            if sequence.status is Status.LOADING and sequence.node is not None:
-                lacking = (each for each in path_to(sequence.node) if each.slots is None)
-                loaded = sum(len(each.tokens) for each in lacking)
-                sequence.first_load = True
-            on_device = sequence.usage.cached_tokens - loaded
-            if on_device:
-                sequence.usage.reused["device"] = on_device
-            self.counters.prompt_tokens_reused_device += on_device
+        if sequence.status is Status.RUNNING:
+            self._count_reused(sequence, None)
         if match.followed_response is not None and not sequence.returns_checked:
             self.returns.observe(match.followed_response)
         sequence.returns_checked = True
+
+    def _count_reused(self, sequence: Sequence, load: LoadDone | None) -> None:
+        """All up to its position is in place, the last of it by `load`. A preempted request may come back farther on
+        than it was, as others have gone on meanwhile; what it had computed itself before is not reused."""
+        first, last = sequence.counted, min(sequence.position, sequence.prompt_end)
+        if last <= first:
+            return
+        sequence.counted = last
+        places = {} if load is None else load.tokens_by_tier(first, last)
+        on_device = last - first - sum(places.values())
+        self.counters.prompt_tokens_reused_device += on_device
+        sequence.usage.cached_tokens += last - first
+        reused = sequence.usage.reused
+        for place, tokens in {"device": on_device, **places}.items():
+            if tokens:
+                reused[place] = reused.get(place, 0) + tokens
 
     def _run(self, works: list[Work]) -> None:
         for work in works:
@@ -264,6 +272,7 @@ class Engine:
             computed = max(0, min(sequence.position + work.num_tokens, sequence.prompt_end) - sequence.position)
             self.holdings.advance(sequence, work.num_tokens)
             sequence.usage.computed += computed
+            sequence.counted = max(sequence.counted, min(sequence.position, sequence.prompt_end))
             self.counters.prompt_tokens_computed += computed
             self._reached(sequence, work)
             if sequence.position == sequence.length:
@@ -393,18 +402,11 @@ class Engine:
         if done.ok:
             self.rates.loaded(done.bytes_by_tier, done.seconds)
             self.holdings.loaded(sequence, done.job)
-            if sequence.first_load:  # else it was preempted and comes back: the request reused nothing more
-                reused = sequence.usage.reused
-                for tier, tokens in done.tokens_by_tier.items():
-                    reused[tier] = reused.get(tier, 0) + tokens
-            sequence.first_load = False
+            self._count_reused(sequence, done)
             sequence.status = Status.RUNNING
             self.scheduler.running.append(sequence)
         else:
             self.holdings.load_failed(sequence, done.job)
-            if sequence.first_load:
-                sequence.usage.cached_tokens, sequence.usage.reused, sequence.started = 0, {}, False
-                sequence.first_load = False
             sequence.status = Status.WAITING
             self.scheduler.waiting.appendleft(sequence)
         self.exchange.loaded(done)

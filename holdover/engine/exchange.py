@@ -141,6 +141,7 @@ class Exchange:
         node = tree.node_ending_at(root, np.concatenate([tokens[: header.start], found.tokens]), header.end)
         if node is not None and tree.learn(node, saved, found.tier):
             self._counters.tiers[found.tier].segments_found += 1
+            self.delete_forgotten()
 
     # Saving
 
@@ -255,7 +256,7 @@ class Exchange:
         for saved in job.segments:
             saved.pending -= 1
         if done.ok:
-            for tier, tokens in done.tokens_by_tier.items():
+            for tier, tokens in done.tokens_by_tier().items():
                 self._counters.tiers[tier].tokens_loaded += tokens
             for tier, nbytes in done.bytes_by_tier.items():
                 self._counters.tiers[tier].bytes_loaded += nbytes

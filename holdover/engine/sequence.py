@@ -68,7 +68,7 @@ class Sequence:
     live_row: int | None = None
     stops: list[int] = field(default_factory=list)
     started: bool = False
-    first_load: bool = False  # the load under way brings what the request's usage counts as reused
+    counted: int = 0  # prompt tokens that its usage has as reused or as computed
     cancelled: bool = False
     returns_checked: bool = False
 

@@ -120,8 +120,24 @@ class SavedSegments:
             self.drop(saved)
             self._forgotten.append(saved)
 
+    def make_way(self, window: Saved, path: list[Node]) -> bool:
+        """Give up window segments on `path` that tiers keep and that overlap `window`, which was found, cut by another
+        engine: else a tier would come to keep rows twice. False if one of them is in use."""
+        overlapping = {
+            each: None
+            for node in path
+            for each in node.windows_saved
+            if each.tiers and each.start < window.end and window.start < each.end
+        }
+        if any(each.pending for each in overlapping):
+            return False
+        for each in overlapping:
+            self.drop(each)
+            self._forgotten.append(each)
+        return True
+
     def take_forgotten(self) -> list[Saved]:
-        """Saved segments that were of use only with rows that are gone, and which the tiers can delete."""
+        """Saved segments that are of no use any more, and which the tiers can delete."""
         forgotten, self._forgotten = self._forgotten, []
         return forgotten
 

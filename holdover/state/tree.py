@@ -433,6 +433,8 @@ class PrefixTree:
         if known is not None and known.cut != saved.cut:
             return False
         if known is None:
+            if saved.kind is Kind.WINDOW and not self.saved.make_way(saved, path):
+                return False
             self.saved.register(saved, path)
         self.saved.kept(saved.name, tier)
         return True

@@ -6,7 +6,7 @@ from enum import Enum
 from holdover.state.address import AddressChain, Tokens
 from holdover.state.node import Node, Saved
 from holdover.state.pool import Slots
-from holdover.state.segment import SegmentHeader
+from holdover.state.segment import Kind, SegmentHeader
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +136,24 @@ class LoadJob:
 
 @dataclass(eq=False, slots=True)
 class LoadDone:
-    """A load is over. ok: all of it is in place. seconds: since it was asked for."""
+    """A load is over. ok: all of it is in place. seconds: since it was asked for. tier_of: where each segment came
+    from, by its name."""
 
     job: LoadJob
     ok: bool = True
     seconds: float = 0.0
-    tokens_by_tier: dict[str, int] = field(default_factory=dict)
+    tier_of: dict[str, str] = field(default_factory=dict)
     bytes_by_tier: dict[str, int] = field(default_factory=dict)
+
+    def tokens_by_tier(self, first: int = 0, last: int | None = None) -> dict[str, int]:
+        """How many tokens' rows of positions `[first, last)` came from each tier."""
+        result: dict[str, int] = {}
+        for part in self.job.parts:
+            end = part.last if last is None else min(part.last, last)
+            if part.saved.kind is Kind.ROWS and part.saved.name in self.tier_of and end > max(part.first, first):
+                tier = self.tier_of[part.saved.name]
+                result[tier] = result.get(tier, 0) + end - max(part.first, first)
+        return result
 
 
 @dataclass(eq=False, slots=True)

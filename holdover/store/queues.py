@@ -328,10 +328,13 @@ class Store:
             return encoded[0]
 
         nbytes = segment_bytes(header, self.layout)
+        orphan = False
         # Shared tiers first: where another engine has cut the same prefix elsewhere, all tiers take over its cut.
         for tier in sorted(self.tiers, key=lambda tier: not tier.shared):
             if self._clock() < self._silent_until.get(tier.name, 0.0):
                 continue
+            if orphan and header.parent_name is not None and not tier.has(header.parent_name):
+                continue  # its parent was planned anew: so will this be, and it would lie here twice
             try:
                 self._remove_at_last(tier, header.name)
                 put = tier.put(header.name, nbytes, make, header.link)
@@ -365,6 +368,7 @@ class Store:
                 result.stale.append((header.parent_name, header.link.parent_tip, tier.name))
                 if tier.has(header.parent_name) and not result.kept:
                     break  # another engine's cut is there: what goes on from it is planned anew
+                orphan = True
         self._done(result)
 
     def _copy(self, kind: Kind, slots: Slots, place: torch.Tensor, first: int) -> None:
@@ -415,7 +419,7 @@ class Store:
                 if tier.name in saved.tiers and change not in job.changes and not tier.has(saved.name):
                     job.changes.append(change)
 
-    def _place(self, parts: list[LoadPart], segment: Segment) -> int:
+    def _place(self, parts: list[LoadPart], segment: Segment) -> None:
         assert segment.rows is not None
         start = segment.header.start
         for part in parts:
@@ -430,17 +434,15 @@ class Store:
                 if begin < end:
                     offset = part.first - start
                     write(part.slots[begin - offset : end - offset], segment.rows[begin:end])
-        if segment.header.kind is Kind.WINDOW:
-            return 0
-        return sum(part.last - part.first for part in parts)
 
-    def _place_snapshot(self, job: LoadJob, segment: Segment) -> int:
+    def _place_snapshot(self, job: LoadJob, segment: Segment) -> None:
         assert segment.snapshot is not None
         for first, last in segment.seal.blocks(self.pool.block_bytes):
             self.pool.fill_live(job.live_row, segment.snapshot[first:last], first)
-        return 0
 
-    def _load_segment(self, saved: Saved, tiers: list[Tier], result: LoadDone, place: Callable[[Segment], int]) -> bool:
+    def _load_segment(
+        self, saved: Saved, tiers: list[Tier], result: LoadDone, place: Callable[[Segment], None]
+    ) -> bool:
         """Copy one segment in from the nearest of `tiers` that has it whole."""
         for i, tier in enumerate(tiers):
             if tier.name not in saved.tiers or TierChange(Change.LOST, saved.name, tier.name) in result.job.changes:
@@ -455,9 +457,8 @@ class Store:
                         if (header.start, header.end) != (saved.start, saved.end):
                             segment.seal.check()
                             raise OtherSegment
-                        tokens = place(segment)
-                        by_tier = result.tokens_by_tier
-                        by_tier[tier.name] = by_tier.get(tier.name, 0) + tokens
+                        place(segment)
+                        result.tier_of[saved.name] = tier.name
                         result.bytes_by_tier[tier.name] = result.bytes_by_tier.get(tier.name, 0) + len(buffer)
                         self._promote(header, buffer, tiers[:i], result.job.changes)
                         return True

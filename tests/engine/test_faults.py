@@ -49,6 +49,26 @@ def test_preemption_changes_no_token_and_saves_what_was_computed(model: Model, t
     assert_nothing_is_held(bench)
 
 
+def test_what_others_computed_while_a_request_was_out_of_its_place_counts_as_reused(model: Model) -> None:
+    tokens = prompt(57, 90)
+    bench = Bench(model, max_batch_tokens=16)
+    first = bench.submit([*tokens, *prompt(58, 10)])
+    bench.step()
+    bench.step()
+    (sequence,) = bench.engine.scheduler.running
+    assert sequence.position == 32
+    bench.engine.scheduler.remove(sequence)
+    bench.engine._preempt(sequence)
+    bench.engine.scheduler.waiting.remove(sequence)  # another comes first
+    bench.ask(tokens)
+    bench.engine.scheduler.waiting.append(sequence)
+    bench.run()
+    usage = bench.usage(first)
+    assert (usage.reused, usage.cached_tokens, usage.computed) == ({"device": 58}, 58, 42)
+    assert bench.tokens(first) == fresh(model, [*tokens, *prompt(58, 10)], 4)
+    assert bench.engine.counters.prompt_tokens_reused_device == 58 + 32
+
+
 def test_a_request_that_can_never_fit_is_refused_and_others_go_on(model: Model) -> None:
     bench = Bench(model, device_bytes=device_for(model, 200), max_running=2)
     too_long = bench.submit(prompt(1, 900), 10)

@@ -253,3 +253,20 @@ def test_a_saved_window_is_used_as_far_as_it_goes() -> None:
     node.window = np.zeros((6, 1), dtype=np.int64)
     assert node.window_to_load(13) == [(near, 13, 14)]
     assert node.window_to_load(14) == []
+
+
+def test_the_same_window_rows_are_not_known_under_two_names() -> None:
+    tree = PrefixTree(windowed(), DevicePool(windowed(), 9000, 1, torch.device("cpu")))
+    slots = tree.pool.allocate(16)
+    assert slots is not None
+    node, _ = tree.extend(tree.root(SPACE), as_tokens(range(16)), slots)
+    own, other = Saved(Kind.WINDOW, b"o" * 32, 15, 16), Saved(Kind.WINDOW, b"x" * 32, 12, 16)
+    tree.saved.register(own, [node])
+    tree.saved.kept(own.name, "memory")
+    own.pending = 1
+    assert not tree.learn(node, other, "disk"), "it is being read or written"
+    assert node.windows_saved == [own]
+    own.pending = 0
+    assert tree.learn(node, other, "disk")
+    assert node.windows_saved == [other]
+    assert tree.saved.take_forgotten() == [own], "tiers are to remove it before they take the other"
