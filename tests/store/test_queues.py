@@ -78,7 +78,7 @@ def test_a_load_at_once_never_waits_for_a_tier_that_may_be_slow(tmp_path: Path) 
     pool.write_rows(slots, torch.zeros_like(rows))
     store.load(LoadJob([LoadPart(saved, node, 0, 5, slots, node.tokens)], None, 0, None))
     thread, ended = done.get(timeout=10)
-    assert isinstance(ended, LoadDone) and ended.ok and ended.tokens_by_tier == {"disk": 5}
+    assert isinstance(ended, LoadDone) and ended.ok and ended.tokens_by_tier() == {"disk": 5}
     assert [each.change for each in ended.job.changes] == [Change.LOST, Change.PROMOTED]
     assert thread != threading.get_ident()
     assert torch.equal(pool.read_rows(slots), rows)
