@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from holdover.ops.delta import DeltaSequences
+from holdover.ops.sequences import LiveSequences
 from holdover.state.layout import Layout
 from holdover.state.pool import DevicePool
 
@@ -52,8 +52,8 @@ class Batch:
         self.starts = torch.tensor(edges, dtype=torch.int64)
         self.live_rows = torch.tensor([sequence.live_row for sequence in self.sequences], dtype=torch.int64)
 
-    def delta_sequences(self, pool: DevicePool) -> DeltaSequences:
-        return DeltaSequences(self.starts, self.live_rows, pool.live)
+    def live_sequences(self, pool: DevicePool) -> LiveSequences:
+        return LiveSequences(self.starts, self.live_rows, pool.live)
 
 
 class Model(Protocol):

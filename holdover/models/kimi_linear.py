@@ -8,36 +8,31 @@ from typing import Any
 import torch
 
 from holdover.models.base import Batch
-from holdover.models.decoder import Arrays, Decoder, Layer, Place, Turn, feed_forward, layer_norms
+from holdover.models.decoder import Arrays, Branch, Decoder, Place, Turns, feed_forward, pre_normed
+from holdover.models.experts import MIXTRAL, SigmoidExperts, stacked_experts
+from holdover.models.latent import LatentAttention
 from holdover.models.loader import Weights, positive, require
-from holdover.ops.attention import latent_attention
 from holdover.ops.delta import kimi_delta_attention
-from holdover.ops.experts import ExpertFeedForward, route_sigmoid
 from holdover.ops.linear import HeadLinear, Linear
-from holdover.ops.norm import rms_norm
 from holdover.state.layout import ArraySpec
 from holdover.state.pool import DevicePool
-
-LATENT_NORM_EPS = 1e-6  # of kv_a_layernorm and q_a_layernorm, whatever rms_norm_eps says
 
 
 def kimi_linear(config: dict[str, Any], weights: Weights, dtype: torch.dtype, device: torch.device) -> Decoder:
     """A checkpoint of model_type "kimi_linear". Raises ModelError."""
     config = _normalised(config)
 
-    def make_layer(index: int, weights: Weights, place: Place) -> Layer:
-        input_norm, post_norm = layer_norms(config, index, weights, place)
-        attention = LatentAttention if config["layer_types"][index] == "full_attention" else DeltaAttention
-        mixer = attention(config, index, weights, place, config["rms_norm_eps"])
+    def make_layer(index: int, weights: Weights, place: Place) -> tuple[Branch, Branch]:
+        full = config["layer_types"][index] == "full_attention"
+        mixer = (LatentAttention if full else DeltaAttention)(config, index, weights, place)
         prefix = f"model.layers.{index}"
         if config["mlp_layer_types"][index] == "sparse":
-            return Layer(input_norm, mixer, post_norm, Experts(config, prefix, weights, place))
+            return pre_normed(config, index, weights, place, mixer, _experts(config, prefix, weights, place))
         prefixes = (f"{prefix}.mlp", f"{prefix}.block_sparse_moe")
         dense = feed_forward(weights, place, prefixes, config["hidden_size"], config["intermediate_size"])
-        return Layer(input_norm, mixer, post_norm, dense)
+        return pre_normed(config, index, weights, place, mixer, dense)
 
-    context_length = config["model_max_length"]
-    return Decoder(config, weights, dtype, device, make_layer, context_length=context_length, rotary=False)
+    return Decoder(config, weights, dtype, device, make_layer, context_length=config["model_max_length"])
 
 
 def _normalised(config: dict[str, Any]) -> dict[str, Any]:
@@ -96,107 +91,33 @@ def _normalised(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-class Experts:
+def _experts(config: dict[str, Any], prefix: str, weights: Weights, place: Place) -> SigmoidExperts:
     """Routed experts and the shared one."""
-
-    def __init__(self, config: dict[str, Any], prefix: str, weights: Weights, place: Place) -> None:
-        positive(config, "num_experts", "num_experts_per_token", "moe_intermediate_size", "num_shared_experts")
-        hidden, inner, count = config["hidden_size"], config["moe_intermediate_size"], config["num_experts"]
-        prefix = f"{prefix}.block_sparse_moe"
-        self.router = place(weights.take(f"{prefix}.gate.weight", (count, hidden)), torch.float32)
-        self.bias = place(weights.take(f"{prefix}.gate.e_score_correction_bias", (count,)), torch.float32)
-        gate_up, down = [], []
-        for i in range(count):
-            gate = weights.take(f"{prefix}.experts.{i}.w1.weight", (inner, hidden))
-            up = weights.take(f"{prefix}.experts.{i}.w3.weight", (inner, hidden))
-            gate_up.append(torch.cat([gate, up]))
-            down.append(weights.take(f"{prefix}.experts.{i}.w2.weight", (hidden, inner)))
-        self.experts = ExpertFeedForward(place(torch.stack(gate_up)), place(torch.stack(down)))
-        self.shared = feed_forward(
-            weights, place, (f"{prefix}.shared_experts",), hidden, inner * config["num_shared_experts"]
-        )
-        self.top_k: int = config["num_experts_per_token"]
-        self.num_groups: int = config["num_expert_group"]
-        self.top_groups: int = config["topk_group"]
-        self.renormalize = bool(config["moe_renormalize"])
-        self.scaling: float = config["routed_scaling_factor"]
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        routed, experts = route_sigmoid(
-            x,
-            self.router,
-            self.bias,
-            top_k=self.top_k,
-            num_groups=self.num_groups,
-            top_groups=self.top_groups,
-            renormalize=self.renormalize,
-            scaling=self.scaling,
-        )
-        return self.experts(x, routed, experts, self.shared(x))
-
-
-class LatentAttention:
-    """MLA without rotary positions. Token state: the latent and the key part that all heads share."""
-
-    def __init__(self, config: dict[str, Any], index: int, weights: Weights, place: Place, eps: float) -> None:
-        prefix, hidden = f"model.layers.{index}.self_attn", config["hidden_size"]
-        self.name = f"layers.{index}.latent"
-        self.heads: int = config["num_attention_heads"]
-        self.latent_dim: int = config["kv_lora_rank"]
-        self.nope_dim: int = config["qk_nope_head_dim"]
-        self.shared_dim: int = config["qk_rope_head_dim"]
-        self.value_dim: int = config["v_head_dim"]
-        self.scale = (self.nope_dim + self.shared_dim) ** -0.5
-        width, rank = self.heads * (self.nope_dim + self.shared_dim), config.get("q_lora_rank")
-        latent = weights.take(f"{prefix}.kv_a_proj_with_mqa.weight", (self.latent_dim + self.shared_dim, hidden))
-        down = "q_proj" if rank is None else "q_a_proj"
-        query = weights.take(f"{prefix}.{down}.weight", (width if rank is None else rank, hidden))
-        self.query_norm: torch.Tensor | None = None
-        if rank is not None:
-            self.query_norm = place(weights.take(f"{prefix}.q_a_layernorm.weight", (rank,)), torch.float32)
-            self.query_up = Linear(place(weights.take(f"{prefix}.q_b_proj.weight", (width, rank))))
-        self.inputs = Linear(place(torch.cat([query, latent])))
-        self.latent_norm = place(weights.take(f"{prefix}.kv_a_layernorm.weight", (self.latent_dim,)), torch.float32)
-        expand = weights.take(
-            f"{prefix}.kv_b_proj.weight", (self.heads * (self.nope_dim + self.value_dim), self.latent_dim)
-        ).view(self.heads, self.nope_dim + self.value_dim, self.latent_dim)
-        # Absorbed form: queries are turned into the latents' space, and weighted latents into values, head by head.
-        self.absorb = HeadLinear(place(expand[:, : self.nope_dim].transpose(1, 2)))
-        self.expand = HeadLinear(place(expand[:, self.nope_dim :]))
-        self.output = Linear(place(weights.take(f"{prefix}.o_proj.weight", (hidden, self.heads * self.value_dim))))
-
-    def arrays(self, dtype: torch.dtype) -> Arrays:
-        return Arrays(token=[ArraySpec(self.name, (self.latent_dim + self.shared_dim,), dtype)])
-
-    def forward(self, x: torch.Tensor, batch: Batch, pool: DevicePool, turn: Turn) -> torch.Tensor:
-        q, new = torch.tensor_split(self.inputs(x), (-self.latent_dim - self.shared_dim,), 1)
-        if self.query_norm is not None:
-            q = self.query_up(rms_norm(q.contiguous(), self.query_norm, LATENT_NORM_EPS))
-        q = q.view(len(q), self.heads, -1)
-        latent = new[:, : self.latent_dim]
-        latent.copy_(rms_norm(latent.contiguous(), self.latent_norm, LATENT_NORM_EPS))
-        rows = pool.token_views[self.name]
-        rows[batch.slots] = new[: batch.num_tokens]
-        absorbed = torch.empty(len(x), self.heads, self.latent_dim + self.shared_dim, dtype=x.dtype, device=x.device)
-        absorbed[..., self.latent_dim :] = q[..., self.nope_dim :]
-        self.absorb(q[..., : self.nope_dim], absorbed[..., : self.latent_dim])
-        tables = [sequence.table for sequence in batch.sequences]
-        out = latent_attention(absorbed, rows, self.latent_dim, self.scale, batch.bounds, tables)
-        values = torch.empty(len(x), self.heads, self.value_dim, dtype=x.dtype, device=x.device)
-        self.expand(out, values)
-        return self.output(values.flatten(1))
+    positive(config, "num_experts", "num_experts_per_token", "moe_intermediate_size", "num_shared_experts")
+    hidden, inner, count = config["hidden_size"], config["moe_intermediate_size"], config["num_experts"]
+    prefix = f"{prefix}.block_sparse_moe"
+    router = place(weights.take(f"{prefix}.gate.weight", (count, hidden)), torch.float32)
+    bias = place(weights.take(f"{prefix}.gate.e_score_correction_bias", (count,)), torch.float32)
+    experts = stacked_experts(weights, place, f"{prefix}.experts", count, hidden, inner, MIXTRAL)
+    shared = feed_forward(weights, place, (f"{prefix}.shared_experts",), hidden, inner * config["num_shared_experts"])
+    settings = {
+        "num_experts_per_tok": config["num_experts_per_token"], "n_group": config["num_expert_group"],
+        "topk_group": config["topk_group"], "norm_topk_prob": config["moe_renormalize"],
+        "routed_scaling_factor": config["routed_scaling_factor"],
+    }  # fmt: skip
+    return SigmoidExperts(settings, router, bias, experts, shared)
 
 
 class DeltaAttention:
     """KDA. Snapshot state: the recurrent matrix of each head, and the convolution's last inputs."""
 
-    def __init__(self, config: dict[str, Any], index: int, weights: Weights, place: Place, eps: float) -> None:
+    def __init__(self, config: dict[str, Any], index: int, weights: Weights, place: Place) -> None:
         prefix, hidden = f"model.layers.{index}.self_attn", config["hidden_size"]
         self.recurrent_name, self.conv_name = f"layers.{index}.recurrent", f"layers.{index}.conv"
         self.heads: int = config["linear_num_heads"]
         self.head_dim: int = config["linear_head_dim"]
         self.kernel: int = config["linear_conv_kernel_dim"]
-        self.eps = eps
+        self.eps: float = config["rms_norm_eps"]
         width = self.heads * self.head_dim
         self.width = width
 
@@ -225,7 +146,7 @@ class DeltaAttention:
             ]
         )
 
-    def forward(self, x: torch.Tensor, batch: Batch, pool: DevicePool, turn: Turn) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, batch: Batch, pool: DevicePool, turns: Turns) -> torch.Tensor:
         parts = self.inputs(x)
         mixed, low, beta = torch.split(parts, [3 * self.width, 2 * self.head_dim, self.heads], 1)
         decay_and_gate = torch.empty(len(x), 2, self.width, dtype=x.dtype, device=x.device)
@@ -243,6 +164,6 @@ class DeltaAttention:
             self.eps,
             pool.live_views[self.recurrent_name],
             pool.live_views[self.conv_name],
-            batch.delta_sequences(pool),
+            batch.live_sequences(pool),
         )
         return self.output(out)

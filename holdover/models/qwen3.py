@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from holdover.models.attention import Attention, normalise_attention
-from holdover.models.decoder import Decoder, Layer, Place, feed_forward, layer_norms
+from holdover.models.decoder import Branch, Decoder, Place, feed_forward, pre_normed
+from holdover.models.experts import SoftmaxExperts, stacked_experts
 from holdover.models.loader import Weights, positive, require
-from holdover.ops.experts import ExpertFeedForward, route_softmax
+from holdover.models.rotary import Rotary
 
 HEAD_DIM = 128  # where config.json does not say
 
@@ -19,18 +20,19 @@ def qwen3(config: dict[str, Any], weights: Weights, dtype: torch.dtype, device: 
     """A checkpoint of model_type "qwen3" or "qwen3_moe". Raises ModelError."""
     config = _normalised(config)
 
-    def make_layer(index: int, weights: Weights, place: Place) -> Layer:
-        input_norm, post_norm = layer_norms(config, index, weights, place)
-        attention = Attention(config, index, weights, place, query_key_norm=True)
+    def make_layer(index: int, weights: Weights, place: Place) -> tuple[Branch, Branch]:
+        attention = Attention(config, index, weights, place, query_key_norm="head")
         prefix = f"model.layers.{index}.mlp"
         if _is_sparse(config, index):
-            return Layer(input_norm, attention, post_norm, Experts(config, prefix, weights, place))
-        inner = config["intermediate_size"]
-        dense = feed_forward(weights, place, (prefix,), config["hidden_size"], inner)
-        return Layer(input_norm, attention, post_norm, dense)
+            return pre_normed(config, index, weights, place, attention, _experts(config, prefix, weights, place))
+        dense = feed_forward(weights, place, (prefix,), config["hidden_size"], config["intermediate_size"])
+        return pre_normed(config, index, weights, place, attention, dense)
 
     context_length = config["max_position_embeddings"]
-    return Decoder(config, weights, dtype, device, make_layer, context_length=context_length, rotary=True)
+    rotary = Rotary.of(config["rope_parameters"], config, context_length, config["head_dim"])
+    return Decoder(
+        config, weights, dtype, device, make_layer, context_length=context_length, rotaries={"default": rotary}
+    )
 
 
 def _normalised(config: dict[str, Any]) -> dict[str, Any]:
@@ -58,23 +60,10 @@ def _is_sparse(config: dict[str, Any], index: int) -> bool:
     return (index + 1) % int(config["decoder_sparse_step"]) == 0
 
 
-class Experts:
+def _experts(config: dict[str, Any], prefix: str, weights: Weights, place: Place) -> SoftmaxExperts:
     """Routed experts, and none that all tokens share."""
-
-    def __init__(self, config: dict[str, Any], prefix: str, weights: Weights, place: Place) -> None:
-        hidden, inner, count = config["hidden_size"], config["moe_intermediate_size"], config["num_experts"]
-        self.router = place(weights.take(f"{prefix}.gate.weight", (count, hidden)))
-        gate_up, down = [], []
-        for each in range(count):
-            parts = [
-                weights.take(f"{prefix}.experts.{each}.{part}_proj.weight", (inner, hidden)) for part in ("gate", "up")
-            ]
-            gate_up.append(torch.cat(parts))
-            down.append(weights.take(f"{prefix}.experts.{each}.down_proj.weight", (hidden, inner)))
-        self.experts = ExpertFeedForward(place(torch.stack(gate_up)), place(torch.stack(down)))
-        self.top_k: int = config["num_experts_per_tok"]
-        self.renormalize = bool(config["norm_topk_prob"])
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        routed, experts = route_softmax(x, self.router, top_k=self.top_k, renormalize=self.renormalize)
-        return self.experts(x, routed, experts, torch.zeros_like(x))
+    hidden, inner, count = config["hidden_size"], config["moe_intermediate_size"], config["num_experts"]
+    router = place(weights.take(f"{prefix}.gate.weight", (count, hidden)))
+    experts = stacked_experts(weights, place, f"{prefix}.experts", count, hidden, inner)
+    top_k, renormalize = config["num_experts_per_tok"], bool(config["norm_topk_prob"])
+    return SoftmaxExperts(router, experts, top_k=top_k, renormalize=renormalize)

@@ -25,12 +25,26 @@ def causal_mask(
 
 
 def grouped_query_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: torch.Tensor | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of one sequence. q: [queries, heads, head_dim]; k, v: [keys, kv_heads, head_dim].
 
-    Returns [queries, heads, head_dim]. mask: bool [queries, keys] or None.
+    Returns [queries, heads, head_dim]. mask: bool [queries, keys] or None. sinks: [heads], a score of each head that
+    takes its share of the attention and gives nothing for it.
     """
+    if sinks is not None:  # one more key, of zeros, whose score comes from the mask alone
+        queries, keys = len(q), len(k)
+        scores = torch.zeros(len(sinks), queries, keys + 1, dtype=q.dtype, device=q.device)
+        if mask is not None:
+            scores[..., :keys].masked_fill_(~mask, float("-inf"))
+        scores[..., keys] = sinks[:, None]
+        mask = scores
+        k, v = (torch.cat([each, torch.zeros_like(each[:1])]) for each in (k, v))
     out = F.scaled_dot_product_attention(
         q.transpose(0, 1)[None],
         k.transpose(0, 1)[None],

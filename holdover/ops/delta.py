@@ -1,25 +1,12 @@
 """Kimi delta attention (KDA): a recurrence with a decay per channel, over a batch of unlike sequences."""
 
 import ctypes
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from holdover.ops import native
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaSequences:
-    """Which tokens of a flat batch belong to whom, and where each sequence's state lies.
-
-    starts: int64 [sequences + 1], on the CPU; live_rows: int64 [sequences], on the CPU.
-    live: uint8 [max_running, live_bytes]; the arrays below are views of it.
-    """
-
-    starts: torch.Tensor
-    live_rows: torch.Tensor
-    live: torch.Tensor
+from holdover.ops.sequences import LiveSequences
 
 
 def kimi_delta_attention(
@@ -34,7 +21,7 @@ def kimi_delta_attention(
     eps: float,
     recurrent: torch.Tensor,
     conv_tail: torch.Tensor,
-    sequences: DeltaSequences,
+    sequences: LiveSequences,
 ) -> torch.Tensor:
     """Short convolution, delta rule and gated norm of one layer; updates the live states in place.
 
@@ -82,7 +69,7 @@ def _native(
     eps: float,
     recurrent: torch.Tensor,
     conv_tail: torch.Tensor,
-    sequences: DeltaSequences,
+    sequences: LiveSequences,
 ) -> torch.Tensor:
     (tokens, heads), head_dim = beta.shape, recurrent.shape[-1]
     kernel = conv_weight.shape[0]
@@ -122,7 +109,7 @@ def kimi_delta_attention_torch(
     eps: float,
     recurrent: torch.Tensor,
     conv_tail: torch.Tensor,
-    sequences: DeltaSequences,
+    sequences: LiveSequences,
 ) -> torch.Tensor:
     """The same in PyTorch, for devices with no kernel of their own. Arguments as `kimi_delta_attention`."""
     (tokens, heads), head_dim = beta.shape, recurrent.shape[-1]
@@ -130,8 +117,7 @@ def kimi_delta_attention_torch(
     rates = torch.exp(F.softplus(decay.float() + decay_bias) * decay_rate).view(tokens, heads, head_dim)
     strengths = torch.sigmoid(beta.float())
     out = torch.zeros(tokens, heads, head_dim, dtype=torch.float32, device=mixed.device)
-    for i, row in enumerate(sequences.live_rows.tolist()):
-        first, last = int(sequences.starts[i]), int(sequences.starts[i + 1])
+    for first, last, row in sequences.parts():
         inputs = torch.cat([conv_tail[row], mixed[first:last]])
         conv_tail[row] = inputs[len(inputs) - (kernel - 1) :]
         windows = inputs.float().unfold(0, kernel, 1)  # [tokens, channels, kernel]

@@ -1,6 +1,7 @@
 """Mixture of experts: routing, and the experts' feed-forward layers over tokens sorted by expert."""
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -56,14 +57,14 @@ def route_sigmoid(
 
 
 def route_softmax(
-    x: torch.Tensor, router: torch.Tensor, *, top_k: int, renormalize: bool
+    x: torch.Tensor, router: torch.Tensor, *, top_k: int, renormalize: bool, bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose experts by softmax scores. x: [tokens, hidden]; router: [experts, hidden], in x's dtype.
+    """Choose experts by softmax scores. x: [tokens, hidden]; router: [experts, hidden], bias: [experts], in x's dtype.
 
     Returns (weights float32 [tokens, top_k], experts int64 [tokens, top_k]).
     Source: Shazeer et al., "Outrageously Large Neural Networks" (2017); Qwen Team, "Qwen3" (2025).
     """
-    scores = torch.softmax(F.linear(x, router).float(), dim=-1)
+    scores = torch.softmax(F.linear(x, router, bias).float(), dim=-1)
     weights, experts = scores.topk(top_k, dim=-1)
     if renormalize:
         weights = weights / weights.sum(-1, keepdim=True)
@@ -87,11 +88,21 @@ class FeedForward:
 
 
 class ExpertFeedForward:
-    """A SwiGLU layer for each expert. gate_up: [experts, 2 * inner, hidden]; down: [experts, hidden, inner]."""
+    """A feed-forward layer for each expert: down(activation(up(x))). up: [experts, up_width, hidden]; down: [experts,
+    hidden, inner]. activation: [rows, up_width] to [rows, inner]; without one it is SwiGLU's, gates first, and up_width
+    is 2 * inner. biases: [experts, up_width] and [experts, hidden].
+    """
 
-    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+    def __init__(
+        self,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        activation: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        biases: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
         self.num_experts = len(gate_up)
-        self._packed = _Packed.of(gate_up, down)
+        self._activation, self._biases = activation or gated_silu, biases or (None, None)
+        self._packed = _Packed.of(gate_up, down) if activation is None and biases is None else None
         self._weights = None
         if self._packed is None:
             self._weights = gate_up.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
@@ -114,16 +125,21 @@ class ExpertFeedForward:
         library = native.library() if x.device.type == "cpu" and x.is_contiguous() else None
         rows, place = _dispatch(x, experts, counts, starts, library)
         gate_up, down = self._weights
-        return _combine(_by_expert(gated_silu(_by_expert(rows, gate_up, starts)), down, starts),
-                        place, weights, shared, library)  # fmt: skip
+        inner = self._activation(_by_expert(rows, gate_up, starts, self._biases[0]))
+        return _combine(_by_expert(inner, down, starts, self._biases[1]), place, weights, shared, library)
 
 
-def _by_expert(rows: torch.Tensor, weights: torch.Tensor, starts: list[int]) -> torch.Tensor:
-    """Rows `[starts[e], starts[e + 1])` by expert e's weight. weights: [experts, in_features, out_features]."""
+def _by_expert(
+    rows: torch.Tensor, weights: torch.Tensor, starts: list[int], biases: torch.Tensor | None
+) -> torch.Tensor:
+    """Rows `[starts[e], starts[e + 1])` by expert e's weight. weights: [experts, in_features, out_features]; biases:
+    [experts, out_features]."""
     out = torch.empty(len(rows), weights.shape[2], dtype=rows.dtype, device=rows.device)
     for expert, (first, last) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
         if last > first:
             torch.mm(rows[first:last], weights[expert], out=out[first:last])
+            if biases is not None:
+                out[first:last] += biases[expert]
     return out
 
 

@@ -155,7 +155,8 @@ def test_live_state_does_not_depend_on_how_a_prompt_is_cut(pair: tuple[Model, to
 @pytest.mark.skipif(native.library() is None, reason="no C compiler on this machine")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_compiled_delta_kernel_equals_the_pytorch_one(dtype: torch.dtype) -> None:
-    from holdover.ops.delta import DeltaSequences, kimi_delta_attention
+    from holdover.ops.delta import kimi_delta_attention
+    from holdover.ops.sequences import LiveSequences
 
     torch.manual_seed(0)
     heads, head_dim, kernel, rows = 3, 16, 4, 4
@@ -177,7 +178,7 @@ def test_the_compiled_delta_kernel_equals_the_pytorch_one(dtype: torch.dtype) ->
         state.copy_(recurrent)
         tail.copy_(tails)
         starts = torch.tensor([0, 5, 6, 39])
-        sequences = DeltaSequences(starts, torch.tensor([2, 0, 3]), live)
+        sequences = LiveSequences(starts, torch.tensor([2, 0, 3]), live)
         outputs.append(kernel_function(*arguments, state, tail, sequences))
         states.append((state.clone(), tail.clone()))
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2

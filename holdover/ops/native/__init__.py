@@ -15,7 +15,7 @@ import torch
 
 log = logging.getLogger(__name__)
 FOLDER = Path(__file__).parent
-SOURCES = ("kernels.c", "matrix.c")
+SOURCES = ("kernels.c", "matrix.c", "recurrence.c")
 HEADER = "common.h"
 COMPILE_FLAGS = ["-O3", "-march=native", "-fPIC", "-fopenmp", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math"]
 if platform.machine() in ("x86_64", "AMD64"):
