@@ -82,15 +82,26 @@ class Weights:
         if absent:
             raise ModelError(f"{folder / shard_of[absent[0]]} lacks {absent[0]}, which the index places there.")
         self._left = set(self._shard_of)
+        self._aliases: dict[str, str] = {}
+
+    def leave(self, pattern: str) -> None:
+        """Weights whose names match are of no use to the model: they are not asked for, and not missed."""
+        self._left = {name for name in self._left if not re.search(pattern, name)}
+
+    def rename(self, before: str, after: str) -> None:
+        """Weights whose names begin with `before` can be taken under names that begin with `after` too."""
+        for name in [name for name in self._shard_of if name.startswith(before)]:
+            self._aliases[after + name.removeprefix(before)] = name
 
     def has(self, name: str) -> bool:
-        return name in self._shard_of
+        return self._aliases.get(name, name) in self._shard_of
 
     def take(self, name: str, shape: tuple[int, ...], *, aliases: tuple[str, ...] = ()) -> torch.Tensor:
         """The tensor `name` (or under one of its `aliases`), which must have this shape. Raises ModelError."""
         found = next((each for each in (name, *aliases) if self.has(each)), None)
         if found is None:
             raise ModelError(f"the checkpoint {self.folder} lacks the weight {name}; it is not whole.")
+        found = self._aliases.get(found, found)
         tensor: torch.Tensor = self._open[self._shard_of[found]].get_tensor(found)
         if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
             raise ModelError(f"the weight {found} has dtype {tensor.dtype}; quantised checkpoints are not served.")

@@ -30,16 +30,34 @@ class Biased:
 
 
 def take_biased(
-    weights: Weights, place: Place, name: str, shape: tuple[int, int], biased: bool, scale: torch.Tensor | float = 1.0
+    weights: Weights,
+    place: Place,
+    name: str,
+    shape: tuple[int, int],
+    biased: bool,
+    *,
+    before: float = 1.0,
+    each: torch.Tensor | None = None,
+    behind: float = 1.0,
 ) -> Biased:
-    """The projection `name`. scale: a factor behind it, or one for each of what it gives, float32 [out_features]."""
-    weight, bias = weights.take(f"{name}.weight", shape), weights.take(f"{name}.bias", shape[:1]) if biased else None
-    if isinstance(scale, torch.Tensor):
-        weight = (weight.float() * scale[:, None]).to(weight.dtype)
-        bias = None if bias is None else (bias.float() * scale).to(bias.dtype)
-    else:
-        weight, bias = scaled(weight, scale), None if bias is None else scaled(bias, scale)
+    """The projection `name`, with factors before and behind it, and `each` of its numbers, float32 [out_features]."""
+    weight = scaled(weights.take(f"{name}.weight", shape), before * behind)
+    bias = scaled(weights.take(f"{name}.bias", shape[:1]), behind) if biased else None
+    if each is not None:
+        weight = (weight.float() * each[:, None]).to(weight.dtype)
+        bias = None if bias is None else (bias.float() * each).to(bias.dtype)
     return Biased(place(weight), None if bias is None else place(bias))
+
+
+def step_limit(given: Any) -> list[float]:
+    """time_step_limit as config.json has it: numbers, or objects where JSON has none. Raises ModelError."""
+    if given is None:
+        return [0.0, float("inf")]
+    try:
+        low, high = (float(each["__float__"] if isinstance(each, dict) else each) for each in given)
+    except (TypeError, ValueError, KeyError):
+        raise ModelError(f"config.json has time_step_limit = {str(given)[:200]}; it must be two numbers.") from None
+    return [low, high]
 
 
 def take_conv(
@@ -54,8 +72,8 @@ def take_conv(
 @dataclass(frozen=True, slots=True)
 class Mamba2Shape:
     """The sizes of a Mamba-2 layer, and how it is built. gated_norm: "gate first", "norm first", or None for a gate and
-    no norm. limit: what a step is clamped to. in_scale: factors behind the input projection, out_scale: one behind the
-    other; they go into the weights."""
+    no norm. limit: what a step is clamped to. before_scale: a factor on what comes in, in_scale: one for each number
+    that is projected from it, out_scale: one on what goes out; they go into the weights."""
 
     heads: int
     head_dim: int
@@ -67,7 +85,8 @@ class Mamba2Shape:
     conv_biased: bool
     gated_norm: str | None = "gate first"
     out_biased: bool | None = None
-    in_scale: torch.Tensor | float = 1.0
+    before_scale: float = 1.0
+    in_scale: torch.Tensor | None = None
     out_scale: float = 1.0
 
     @property
@@ -101,10 +120,18 @@ class Mamba2:
         self.shape, self.eps = shape, eps
         width, heads = shape.width, shape.heads
         self.inputs = take_biased(
-            weights, place, f"{prefix}.in_proj", (width + shape.channels + heads, hidden), shape.biased, shape.in_scale
+            weights,
+            place,
+            f"{prefix}.in_proj",
+            (width + shape.channels + heads, hidden),
+            shape.biased,
+            before=shape.before_scale,
+            each=shape.in_scale,
         )
         out_biased = shape.biased if shape.out_biased is None else shape.out_biased
-        self.output = take_biased(weights, place, f"{prefix}.out_proj", (hidden, width), out_biased, shape.out_scale)
+        self.output = take_biased(
+            weights, place, f"{prefix}.out_proj", (hidden, width), out_biased, behind=shape.out_scale
+        )
         self.conv, self.conv_bias = take_conv(
             weights, place, f"{prefix}.conv1d", shape.channels, shape.kernel, shape.conv_biased
         )
