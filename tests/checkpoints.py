@@ -1,6 +1,7 @@
 """Small checkpoints with seeded weights, made from Transformers' configurations."""
 
 import json
+from copy import deepcopy
 from pathlib import Path
 
 import torch
@@ -104,7 +105,7 @@ KINDS: dict[str, tuple[str, dict[str, object]]] = {
 def make_config(model_type: str, **changes: object) -> PreTrainedConfig:
     """A small configuration of a type that we serve."""
     name, settings = KINDS[model_type]
-    return getattr(transformers, name)(**{**settings, **changes})
+    return getattr(transformers, name)(**deepcopy({**settings, **changes}))  # configurations write into what they get
 
 
 def make_reference(model_type: str, seed: int = 0, **changes: object) -> torch.nn.Module:
@@ -121,8 +122,8 @@ def make_reference(model_type: str, seed: int = 0, **changes: object) -> torch.n
                 tensor.uniform_(-0.1, 0.1)
             if name.endswith("dt_bias"):
                 tensor.uniform_(-3.0, 0.5)
-            if name.endswith("A_log"):
-                tensor.uniform_(-2.0, 2.0)
+            if name.endswith("A_log"):  # larger ones, and sums over chunks of the reference lose digits
+                tensor.uniform_(-2.0, 0.7)
             if name.endswith(".D"):
                 tensor.uniform_(0.5, 1.5)
     return model.eval()

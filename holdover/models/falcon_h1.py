@@ -37,7 +37,7 @@ def falcon_h1(config: dict[str, Any], weights: Weights, dtype: torch.dtype, devi
     def make_layer(index: int, weights: Weights, place: Place) -> tuple[Branch, Branch]:
         hidden = config["hidden_size"]
         scales = tuple(config[f"{name}_multiplier"] for name in ("attention_in", "key", "attention_out"))
-        attention = Attention(config, index, weights, place, scales=scales)  # type: ignore[arg-type]
+        attention = Attention(config, index, weights, place, scales=scales)
         shape, eps = _shape(config), config["rms_norm_eps"]
         mamba = Mamba2(index, f"model.layers.{index}.mamba", hidden, shape, eps, weights, place)
         gate_scale, scale = config["mlp_multipliers"]
@@ -75,11 +75,9 @@ def _shape(config: dict[str, Any]) -> Mamba2Shape:
     gated_norm = None
     if config["mamba_rms_norm"]:
         gated_norm = "norm first" if config["mamba_norm_before_gate"] else "gate first"
-    width, grouped = (
-        config["mamba_n_heads"] * config["mamba_d_head"],
-        config["mamba_n_groups"] * config["mamba_d_state"],
-    )
-    sizes = torch.tensor([width, width, grouped, grouped, config["mamba_n_heads"]])
+    heads, grouped = config["mamba_n_heads"], config["mamba_n_groups"] * config["mamba_d_state"]
+    width = heads * config["mamba_d_head"]
+    sizes = torch.tensor([width, width, grouped, grouped, heads])
     factors = torch.tensor(config["ssm_multipliers"], dtype=torch.float32).repeat_interleave(sizes)
     return Mamba2Shape.of(
         config, MAMBA_NAMES, limit=tuple(config["time_step_limit"]), biased=bool(config["mamba_proj_bias"]),

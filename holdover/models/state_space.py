@@ -99,7 +99,7 @@ class Mamba2Shape:
 
     @classmethod
     def of(cls, config: dict[str, Any], names: dict[str, str], **built: Any) -> "Mamba2Shape":
-        """From config.json, by the names that it has for heads, head_dim, groups, states and kernel. Raises ModelError."""
+        """From config.json, by its names for heads, head_dim, groups, states and kernel. Raises ModelError."""
         positive(config, *names.values())
         sizes = {name: config[theirs] for name, theirs in names.items()}
         if sizes["heads"] % sizes["groups"] or sizes["kernel"] < 2:

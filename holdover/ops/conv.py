@@ -22,7 +22,7 @@ def causal_conv(
     """Each token's weighted sum of its own and the last `kernel - 1` inputs; updates the tails in place.
 
     x: [tokens, channels], rows may be strided. weight: float32 [kernel, channels], the newest input's last; bias:
-    float32 [channels]. tail: view [max_running, kernel - 1, channels] of the live states, in x's dtype: the last inputs.
+    float32 [channels]. tail: view [max_running, kernel - 1, channels] of live states, in x's dtype: the last inputs.
     silu: whether the sum goes through it. Returns float32 [tokens, channels]; zero for tokens of no sequence.
     """
     kernel, channels = weight.shape
