@@ -1,5 +1,6 @@
 """The command line: thin, one function per command."""
 
+import json
 import logging
 import os
 import sys
@@ -138,6 +139,34 @@ def serve(
         sys.stdout.flush()
 
     raise typer.Exit(run_server(config, host=host, port=port, model_name=name, announce=announce))
+
+
+@app.command()
+def doctor(
+    model: Annotated[str, typer.Argument(help="Folder of a Hugging Face checkpoint.")],
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device_memory: Annotated[str, typer.Option(help="Budget for state on the device, to say what fits.")] = "2GiB",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """What a model is and what of it fits here; tries that a repeated prompt hits, with the same answer (else exit 1)."""
+    from holdover.doctor import run_doctor
+
+    nbytes = parse_bytes(device_memory, "--device-memory")
+    raise typer.Exit(run_doctor(model, dtype, device, nbytes, as_json))
+
+
+@app.command()
+def models(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
+    """The types of models that can be served, and the kinds of state that each has."""
+    from holdover.models.registry import MODELS
+
+    if as_json:
+        typer.echo(json.dumps({name: served.state for name, served in MODELS.items()}, indent=1))
+        return
+    width = max(map(len, MODELS))
+    for name, served in MODELS.items():
+        typer.echo(f"{name:<{width}}  {served.state}")
 
 
 @app.command()

@@ -38,7 +38,10 @@ def serving_dtype(wanted: str, config: dict[str, Any]) -> torch.dtype:
     """The type to compute in: `wanted`, or for "auto" the checkpoint's own."""
     name = wanted
     if wanted == "auto":
-        name = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+        inner = config.get("text_config")
+        places = [config, inner] if isinstance(inner, dict) else [config]
+        names = (place.get(key) for place in places for key in ("dtype", "torch_dtype"))
+        name = str(next(filter(None, names), "float32")).removeprefix("torch.")
         name = "bfloat16" if name == "float16" else name
     if name not in SERVED_DTYPES:
         raise ModelError(f"dtype {name!r} is not served; use --dtype {' or '.join(SERVED_DTYPES)}.")

@@ -1,6 +1,7 @@
 """The models that can be served, by the `model_type` of their config.json."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,31 +25,47 @@ from holdover.models.oracle import FOLDER, PREFIX, make_oracle
 from holdover.models.qwen3 import qwen3
 from holdover.models.qwen3_next import qwen3_next
 
-ModelClass = Callable[[dict[str, Any], Weights, torch.dtype, torch.device], Model]
-MODELS: dict[str, ModelClass] = {
-    "bamba": bamba,
-    "deepseek_v3": deepseek_v3,
-    "falcon_h1": falcon_h1,
-    "falcon_mamba": falcon_mamba,
-    "gpt_oss": gpt_oss,
-    "granitemoehybrid": granite,
-    "jamba": jamba,
-    "kimi_linear": kimi_linear,
-    "lfm2": lfm2,
-    "lfm2_moe": lfm2,
-    "llama": llama,
-    "mamba2": mamba2,
-    "mistral": llama,
-    "nemotron_h": nemotron_h,
-    "olmo3": olmo3,
-    "olmo_hybrid": olmo_hybrid,
-    "qwen3": qwen3,
-    "qwen3_5": qwen3_next,
-    "qwen3_5_moe": qwen3_next,
-    "qwen3_5_moe_text": qwen3_next,
-    "qwen3_5_text": qwen3_next,
-    "qwen3_moe": qwen3,
-    "qwen3_next": qwen3_next,
+Load = Callable[[dict[str, Any], Weights, torch.dtype, torch.device], Model]
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A type of models. state: what kinds of it a sequence has."""
+
+    load: Load
+    state: str
+
+
+ATTENTION = "keys and values"
+WINDOWS = "keys and values, in a window in some layers"
+LATENTS = "MLA latents"
+DELTA_NETS = "gated DeltaNet, convolution; keys and values"
+MAMBAS = "Mamba-2, convolution; keys and values"
+CONVOLUTIONS = "short convolution; keys and values"
+MODELS: dict[str, Served] = {
+    "bamba": Served(bamba, MAMBAS),
+    "deepseek_v3": Served(deepseek_v3, LATENTS),
+    "falcon_h1": Served(falcon_h1, MAMBAS),
+    "falcon_mamba": Served(falcon_mamba, "Mamba-1, convolution"),
+    "gpt_oss": Served(gpt_oss, WINDOWS),
+    "granitemoehybrid": Served(granite, MAMBAS),
+    "jamba": Served(jamba, "Mamba-1, convolution; keys and values"),
+    "kimi_linear": Served(kimi_linear, "Kimi delta attention, convolutions; MLA latents"),
+    "lfm2": Served(lfm2, CONVOLUTIONS),
+    "lfm2_moe": Served(lfm2, CONVOLUTIONS),
+    "llama": Served(llama, ATTENTION),
+    "mamba2": Served(mamba2, "Mamba-2, convolution"),
+    "mistral": Served(llama, "keys and values, in a window in some sizes"),
+    "nemotron_h": Served(nemotron_h, MAMBAS),
+    "olmo3": Served(olmo3, WINDOWS),
+    "olmo_hybrid": Served(olmo_hybrid, DELTA_NETS),
+    "qwen3": Served(qwen3, ATTENTION),
+    "qwen3_5": Served(qwen3_next, DELTA_NETS),
+    "qwen3_5_moe": Served(qwen3_next, DELTA_NETS),
+    "qwen3_5_moe_text": Served(qwen3_next, DELTA_NETS),
+    "qwen3_5_text": Served(qwen3_next, DELTA_NETS),
+    "qwen3_moe": Served(qwen3, ATTENTION),
+    "qwen3_next": Served(qwen3_next, DELTA_NETS),
 }
 
 
@@ -69,4 +86,4 @@ def load_model(name: str | Path, dtype: str = "auto", device: torch.device | Non
     model = MODELS.get(config["model_type"])
     if model is None:
         raise ModelError(f"model type {config['model_type']!r} is not served; these are: {', '.join(sorted(MODELS))}.")
-    return model(config, Weights(folder), serving_dtype(dtype, config), device)
+    return model.load(config, Weights(folder), serving_dtype(dtype, config), device)
