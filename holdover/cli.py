@@ -149,7 +149,7 @@ def doctor(
     device_memory: Annotated[str, typer.Option(help="Budget for state on the device, to say what fits.")] = "2GiB",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """What a model is and what of it fits here; tries that a repeated prompt hits, with the same answer (else exit 1)."""
+    """What a model is and what of it fits here. Exits with 1 unless a repeated prompt hits, with the same answer."""
     from holdover.doctor import run_doctor
 
     nbytes = parse_bytes(device_memory, "--device-memory")

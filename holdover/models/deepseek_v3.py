@@ -61,6 +61,8 @@ def _normalised(config: dict[str, Any]) -> dict[str, Any]:
             "quantization_config": lambda x: not x,
             "pretraining_tp": lambda x: x == 1,
             "qk_rope_head_dim": lambda x: x % 2 == 0,
+            "head_dim": lambda x: x in (None, config["qk_rope_head_dim"]),
+            "qk_head_dim": lambda x: x in (None, config["qk_nope_head_dim"] + config["qk_rope_head_dim"]),
             "num_key_value_heads": lambda x: x in (None, config["num_attention_heads"]),
             "scoring_func": lambda x: x == "sigmoid",
             "topk_method": lambda x: x == "noaux_tc",

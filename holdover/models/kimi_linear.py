@@ -84,6 +84,7 @@ def _normalised(config: dict[str, Any]) -> dict[str, Any]:
             "num_nextn_predict_layers": lambda x: not x,
             "num_key_value_heads": lambda x: x == config["num_attention_heads"],
             "linear_conv_kernel_dim": lambda x: x >= 2,
+            "topk_group": lambda x: x <= config["num_expert_group"],
             "layer_types": lambda x: len(x) == layers and set(x) <= {"full_attention", "linear_attention"},
             "mlp_layer_types": lambda x: len(x) == layers and set(x) <= {"dense", "sparse"},
         },

@@ -92,7 +92,14 @@ def _normalised(config: dict[str, Any]) -> dict[str, Any]:
             config, "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group",
             "moe_shared_expert_intermediate_size",
         )  # fmt: skip
-        require(config, {"num_experts_per_tok": lambda x: x <= config["n_routed_experts"]})
+        require(
+            config,
+            {
+                "num_experts_per_tok": lambda x: x <= config["n_routed_experts"],
+                "n_group": lambda x: config["n_routed_experts"] % x == 0,
+                "topk_group": lambda x: x <= config["n_group"],
+            },
+        )
     require(
         config,
         {
