@@ -1,5 +1,5 @@
-"""Nothing in a configuration is silently ignored: each number and switch changes what a model gives, is refused by name, or
-changes nothing in Transformers' own model either."""
+"""Nothing in a configuration is silently ignored: each number and switch changes what a model gives, is refused by
+name, or changes nothing in Transformers' own model either."""
 
 import json
 import random
