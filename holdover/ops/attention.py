@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from holdover.ops import native
-from holdover.ops.shapes import pads_shapes
+from holdover.ops.shapes import pads_shapes, widens
 
 QUERY_BLOCK = 64
 KEY_BLOCK = 256
@@ -118,7 +118,9 @@ def _latent_chunk(
     pad = pads_shapes(q)
     if pad and len(table) % KEY_BLOCK:
         table = torch.cat([table, table[:1].expand(-len(table) % KEY_BLOCK)])
-    latents = rows.index_select(0, table)
+    latents, dtype = rows.index_select(0, table), q.dtype
+    if widens(q):
+        q, latents = q.float(), latents.float()
     for first in range(0, queries, QUERY_BLOCK):
         last = min(first + QUERY_BLOCK, queries)
         keys = start + last
@@ -131,7 +133,7 @@ def _latent_chunk(
         edge = start + first  # keys before it are seen by all queries of the block
         hidden = torch.ones(len(block), keys - edge, dtype=torch.bool, device=q.device).triu(1)
         scores[:, :, edge:].masked_fill_(hidden[:, None], float("-inf"))
-        weights = torch.softmax(scores, dim=-1).to(q.dtype).view(-1, keys)
+        weights = torch.softmax(scores, dim=-1).to(dtype).to(q.dtype).view(-1, keys)
         out[first:last] = (weights @ seen[:, :latent_dim]).view(-1, heads, latent_dim)[: last - first]
 
 

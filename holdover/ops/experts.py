@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from holdover.ops import native
-from holdover.ops.linear import Linear, pack, packs, product_threads
+from holdover.ops.linear import Linear, pack, packs, product, product_threads
 from holdover.ops.norm import threads_for
-from holdover.ops.shapes import padded_length, pads_shapes
+from holdover.ops.shapes import padded_length, pads_shapes, widens
 
 
 def route_sigmoid(
@@ -105,7 +105,10 @@ class ExpertFeedForward:
         self._packed = _Packed.of(gate_up, down) if activation is None and biases is None else None
         self._weights = None
         if self._packed is None:
-            self._weights = gate_up.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
+            if widens(gate_up):
+                self._weights = gate_up.contiguous(), down.contiguous()
+            else:
+                self._weights = gate_up.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
 
     def __call__(
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, shared: torch.Tensor
@@ -132,12 +135,16 @@ class ExpertFeedForward:
 def _by_expert(
     rows: torch.Tensor, weights: torch.Tensor, starts: list[int], biases: torch.Tensor | None
 ) -> torch.Tensor:
-    """Rows `[starts[e], starts[e + 1])` by expert e's weight. weights: [experts, in_features, out_features]; biases:
-    [experts, out_features]."""
-    out = torch.empty(len(rows), weights.shape[2], dtype=rows.dtype, device=rows.device)
+    """Rows `[starts[e], starts[e + 1])` by expert e's weight. weights: [experts, in_features, out_features], or the
+    last two the other way round if products are widened; biases: [experts, out_features]."""
+    wide = widens(rows)
+    out = torch.empty(len(rows), weights.shape[1 if wide else 2], dtype=rows.dtype, device=rows.device)
     for expert, (first, last) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
         if last > first:
-            torch.mm(rows[first:last], weights[expert], out=out[first:last])
+            if wide:
+                out[first:last] = product(rows[first:last], weights[expert])
+            else:
+                torch.mm(rows[first:last], weights[expert], out=out[first:last])
             if biases is not None:
                 out[first:last] += biases[expert]
     return out

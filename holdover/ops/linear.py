@@ -7,6 +7,9 @@ import torch.nn.functional as F
 
 from holdover.ops import native
 from holdover.ops.norm import PARALLEL_FROM
+from holdover.ops.shapes import widens
+
+WIDE_FROM = 8  # rows: fewer are not worth widening a weight for
 
 
 def packs(weight: torch.Tensor) -> bool:
@@ -32,6 +35,13 @@ def product_threads(multiplications: int) -> int:
     return torch.get_num_threads() if multiplications > PARALLEL_FROM * 8 else 1
 
 
+def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x W^T. x: [rows, in_features]; weight: [out_features, in_features]."""
+    if len(x) >= WIDE_FROM and widens(x):
+        return F.linear(x.float(), weight.float()).to(x.dtype)
+    return F.linear(x, weight)
+
+
 class HeadLinear:
     """Each head by a weight of its own. weights: [heads, out_features, in_features]."""
 
@@ -45,7 +55,7 @@ class HeadLinear:
         if self._packed is None:
             assert self._weights is not None
             for head, weight in enumerate(self._weights):
-                out[:, head] = F.linear(x[:, head], weight)
+                out[:, head] = product(x[:, head], weight)
             return
         library = native.library()
         assert library is not None and x.stride(2) == 1 and out.stride(2) == 1
@@ -76,5 +86,5 @@ class Linear:
             self._packed(x[:, None], out[:, None])
             return out
         assert self._weight is not None
-        y = F.linear(x, self._weight)
+        y = product(x, self._weight)
         return y if out is None else out.copy_(y)
