@@ -16,8 +16,8 @@ FINE_STEP, FINE_LIMIT, COARSE_STEP = 16, 128, 64
 
 @lru_cache(maxsize=1)
 def _multiplies_bfloat16() -> bool:
-    """Whether PyTorch has fast bfloat16 products for this processor: with AVX2 alone they run at a hundredth of the speed
-    of float32, or a tenth where the weight is [out_features, in_features]."""
+    """Whether PyTorch has fast bfloat16 products for this processor. With AVX2 alone they run at a hundredth of the
+    speed of float32, or a tenth where the weight is [out_features, in_features]."""
     return torch.backends.cpu.get_cpu_capability().startswith(("AVX512", "AMX", "SVE"))
 
 
